@@ -1,0 +1,261 @@
+"""Frozen, validated configurations: the model's, the cache's and the speculation's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+    """YaRN context extension (arXiv:2309.00071) with DeepSeek's two magnitude corrections.
+
+    `mscale / mscale_all_dim` scales cos and sin; `mscale_all_dim` squared scales the softmax.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def magnitude(self, mscale: float) -> float:
+        """0.1 * mscale * ln(factor) + 1, or 1 where the context is not extended."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: base, pairing (adjacent when interleaved) and optional YaRN."""
+
+    theta: float = 10000.0
+    interleave: bool = True
+    yarn: YarnConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of a DeepSeek-V3-style model, by the field's names. All sizes are in elements."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    first_k_dense_replace: int
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    num_mtp_layers: int
+    initializer_range: float
+    eos_token_ids: tuple[int, ...]
+
+    # The latent norms ignore rms_norm_eps in DeepSeek's code and in transformers alike.
+    latent_norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        positive = (
+            "vocab_size hidden_size num_layers num_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
+            "v_head_dim intermediate_size max_position_embeddings"
+        )
+        for name in positive.split():
+            _require(getattr(self, name) >= 1, f"{name} >= 1", getattr(self, name))
+        _require(self.qk_rope_head_dim % 2 == 0, "an even qk_rope_head_dim", self.qk_rope_head_dim)
+        _require(self.num_mtp_layers >= 0, "num_mtp_layers >= 0", self.num_mtp_layers)
+        dense = self.first_k_dense_replace
+        _require(0 <= dense <= self.num_layers, f"first_k_dense_replace in 0..{self.num_layers}", dense)
+        if self.num_moe_layers or self.num_mtp_layers:
+            self._check_router()
+
+    def _check_router(self) -> None:
+        experts, groups = self.n_routed_experts, self.n_group
+        _require(experts >= 1 and self.moe_intermediate_size >= 1, "at least one routed expert", experts)
+        _require(groups >= 1 and experts % groups == 0, f"n_group dividing {experts} experts", groups)
+        _require(1 <= self.topk_group <= groups, f"topk_group in 1..{groups}", self.topk_group)
+        _require(groups == 1 or experts // groups >= 2, "two experts or more a group", experts // groups)
+        reachable = self.topk_group * (experts // groups)
+        chosen = self.num_experts_per_tok
+        _require(1 <= chosen <= reachable, f"num_experts_per_tok in 1..{reachable}", chosen)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query head: the part without position and the rotary part."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Trunk layers with routed experts; the first `first_k_dense_replace` have a dense MLP."""
+        return self.num_layers - self.first_k_dense_replace
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers that own a slice of the KV pools: the trunk's, then the MTP modules'."""
+        return self.num_layers + self.num_mtp_layers
+
+    @property
+    def softmax_scale(self) -> float:
+        """qk_head_dim ** -0.5, times the YaRN magnitude of `mscale_all_dim` squared."""
+        scale = self.qk_head_dim**-0.5
+        if self.rope.yarn is not None and self.rope.yarn.mscale_all_dim:
+            scale *= self.rope.yarn.magnitude(self.rope.yarn.mscale_all_dim) ** 2
+        return scale
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Reads a Hugging Face config.json in the released key form or in transformers 5's.
+
+        Raises:
+            ValueError: a missing key, a key this library does not know, or a value it cannot honour.
+        """
+        model_type = config.get("model_type")
+        if model_type not in ("deepseek_v3",):
+            raise ValueError(f"unsupported model_type: got {model_type!r}, expected 'deepseek_v3'")
+        _check_keys(config)
+        try:
+            fields = {ours: config[theirs] for ours, theirs in _RENAMED.items()}
+        except KeyError as error:
+            raise ValueError(f"config.json lacks {error.args[0]!r}") from None
+        fields |= {ours: config.get(theirs, default) for ours, (theirs, default) in _OPTIONAL.items()}
+        eos = (generation_config or {}).get("eos_token_id", config.get("eos_token_id"))
+        return cls(model_type=model_type, rope=_read_rope(config), eos_token_ids=_as_tuple(eos), **fields)
+
+    def to_hf(self, dtype: str) -> dict[str, Any]:
+        """config.json of this architecture, with released key names, readable by transformers too."""
+        stored = {theirs: getattr(self, ours) for ours, theirs in _RENAMED.items()}
+        stored |= {theirs: getattr(self, ours) for ours, (theirs, _) in _OPTIONAL.items()}
+        yarn = self.rope.yarn
+        return stored | {
+            "model_type": self.model_type,
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "torch_dtype": dtype,
+            "num_key_value_heads": self.num_heads,
+            "hidden_act": "silu",
+            "rope_theta": self.rope.theta,
+            "rope_interleave": self.rope.interleave,
+            "rope_scaling": None if yarn is None else {"type": "yarn"} | dataclasses.asdict(yarn),
+            "eos_token_id": list(self.eos_token_ids) or None,
+            "bos_token_id": None,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are proposed and verified.
+
+    Args:
+        method: "mtp", the checkpoint's own multi-token-prediction modules.
+        num_speculative_tokens: K, drafts a round; 0 decodes one token a round.
+        verification: "coupled", whose output is a function of model, prompt and seed alone, or
+            "rejection", which accepts more often at the price of that property.
+    """
+
+    method: Literal["mtp"] = "mtp"
+    num_speculative_tokens: int = 3
+    verification: Literal["coupled", "rejection"] = "coupled"
+
+    def __post_init__(self) -> None:
+        _require(self.method in ("mtp",), "speculative method 'mtp'", repr(self.method))
+        k = self.num_speculative_tokens
+        _require(isinstance(k, int) and not isinstance(k, bool), "an integer num_speculative_tokens", repr(k))
+        _require(0 <= k <= 64, "num_speculative_tokens in 0..64", k)
+        rules = ("coupled", "rejection")
+        _require(self.verification in rules, f"verification one of {rules}", repr(self.verification))
+
+
+def _require(ok: bool, expected: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"expected {expected}, got {got}")
+
+
+def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+_RENAMED = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+} | {
+    name: name
+    for name in (
+        "vocab_size hidden_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "intermediate_size moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok "
+        "n_group topk_group first_k_dense_replace routed_scaling_factor norm_topk_prob rms_norm_eps "
+        "max_position_embeddings"
+    ).split()
+}
+# Keys that released files leave out, with the value transformers gives them.
+_OPTIONAL = {
+    "tie_word_embeddings": ("tie_word_embeddings", False),
+    "attention_bias": ("attention_bias", False),
+    "num_mtp_layers": ("num_nextn_predict_layers", 0),
+    "initializer_range": ("initializer_range", 0.02),
+}
+_ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_interleave"}
+# Keys with one value that this library honours; any other value is refused.
+_FIXED = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "attention_dropout": (0, None),
+    "quantization_config": (None,),
+    "output_router_logits": (False,),
+    "is_encoder_decoder": (False,),
+    "chunk_size_feed_forward": (0,),
+}
+# Keys that do not bear on the computation, or that repeat others.
+_IRRELEVANT = set(
+    "model_type architectures auto_map torch_dtype dtype transformers_version use_cache bos_token_id "
+    "eos_token_id pad_token_id num_key_value_heads qk_head_dim head_dim ep_size pretraining_tp aux_loss_alpha seq_aux "
+    "_name_or_path id2label label2id problem_type return_dict output_hidden_states output_attentions "
+    "_attn_implementation _experts_implementation".split()
+)
+
+
+def _check_keys(config: Mapping[str, Any]) -> None:
+    known = set(_RENAMED.values()) | {theirs for theirs, _ in _OPTIONAL.values()} | _ROPE_KEYS | _FIXED.keys()
+    unknown = sorted(set(config) - known - _IRRELEVANT)
+    if unknown:
+        raise ValueError(f"config.json has keys this library does not know and will not guess at: {unknown}")
+    for key, allowed in _FIXED.items():
+        if key in config and config[key] not in allowed:
+            raise ValueError(f"config.json: {key}: got {config[key]!r}, expected one of {allowed}")
+
+
+def _read_rope(config: Mapping[str, Any]) -> RopeConfig:
+    """Both forms: rope_theta with rope_scaling, or rope_parameters with rope_theta inside."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
+    kind = {scaling.pop("rope_type", None), scaling.pop("type", None)} - {None} or {"default"}
+    interleave = config.get("rope_interleave", True)
+    if kind == {"default"} and not scaling:
+        return RopeConfig(theta=theta, interleave=interleave)
+    if kind != {"yarn"}:
+        raise ValueError(f"rope scaling: got type {sorted(kind)} with {scaling}, expected 'default' or 'yarn'")
+    unknown = sorted(scaling.keys() - {field.name for field in dataclasses.fields(YarnConfig)})
+    if unknown:
+        raise ValueError(f"rope scaling has keys this library does not know: {unknown}")
+    return RopeConfig(theta=theta, interleave=interleave, yarn=YarnConfig(**scaling))

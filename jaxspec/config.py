@@ -229,8 +229,8 @@ _FIXED = {
 # Keys that do not bear on the computation, or that repeat others.
 _IRRELEVANT = set(
     "model_type architectures auto_map torch_dtype dtype transformers_version use_cache bos_token_id "
-    "eos_token_id pad_token_id num_key_value_heads qk_head_dim head_dim ep_size pretraining_tp aux_loss_alpha seq_aux "
-    "_name_or_path id2label label2id problem_type return_dict output_hidden_states output_attentions "
+    "eos_token_id pad_token_id num_key_value_heads qk_head_dim head_dim ep_size pretraining_tp aux_loss_alpha "
+    "seq_aux _name_or_path id2label label2id problem_type return_dict output_hidden_states output_attentions "
     "_attn_implementation _experts_implementation".split()
 )
 

@@ -7,7 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["jaxspec", "pallas_kernels"], "beartype.beartype").install()
+install_import_hook(["jaxspec", "pallas_kernels"], "typecheck.checked")
 
 import jax
 import pytest

@@ -1,0 +1,7 @@
+"""The paged KV cache: pools, the table of pages, and the capacity ledger."""
+
+from jaxspec.cache.capacity import Capacity
+from jaxspec.cache.kv_cache import KVCache
+from jaxspec.cache.page_table import PageTable
+
+__all__ = ["Capacity", "KVCache", "PageTable"]

@@ -93,7 +93,7 @@ def _attention(
     values = jnp.einsum("bsc,hcv->bshv", latent, attn.v_up)
     scores = jnp.einsum("bthn,bshn->bhts", q_nope, k_nope) + jnp.einsum("bthr,bsr->bhts", q_rope, k_rope)
     causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-    scores = jnp.where(causal, scores.astype(jnp.float32) * config.softmax_scale, -jnp.inf)
+    scores = jnp.where(causal[None, None], scores.astype(jnp.float32) * config.softmax_scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return project_output(attn, jnp.einsum("bhts,bshv->bthv", weights, values))
 

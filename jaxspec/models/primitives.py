@@ -16,7 +16,7 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> 
     """Root-mean-square normalisation, in float32."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * weight
+    return (x32 * scale).astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
 
 
 def swiglu(x: Float[Array, "*b hidden"], mlp: MLP) -> Float[Array, "*b hidden"]:
@@ -60,7 +60,7 @@ def _cos_sin_factor(yarn: YarnConfig) -> float:
 def rope_angles(config: ModelConfig, positions: Int[Array, "b t"]) -> Float[Array, "b t two half"]:
     """cos and sin of every position, stacked on the third axis, in float32."""
     frequencies, factor = rope_frequencies(config.rope, config.qk_rope_head_dim)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-2) * factor
 
 
@@ -82,7 +82,8 @@ def apply_rope(
 
 
 def _affine(x: Array, weight: Array, bias: Array | None) -> Array:
-    return x @ weight if bias is None else x @ weight + bias
+    y = x @ weight
+    return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
 
 
 def project_queries(
@@ -123,7 +124,7 @@ def route(
         Weight and id of each chosen expert.
     """
     scores = jax.nn.sigmoid(x.astype(jnp.float32) @ moe.router)
-    choice = scores + moe.router_bias
+    choice = scores + moe.router_bias[None]
     if config.n_group > 1:
         choice = _keep_best_groups(choice, config.n_group, config.topk_group)
     _, experts = jax.lax.top_k(choice, config.num_experts_per_tok)

@@ -1,0 +1,128 @@
+"""Which pages of the pool each row owns. Page 0 is scratch: writes that must not land anywhere land there.
+
+Invariant: every page 1..P-1 is either owned by exactly one row or on the free list, exactly once.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+
+@struct.dataclass
+class PageTable:
+    """Pages by row, and a stack of free pages.
+
+    Attributes:
+        page_ids: page of each column, 0 where none is allocated.
+        num_pages: columns allocated in each row.
+        free_ids: the free pages, in the first `num_free` places.
+        num_free: how many are free.
+        page_size: tokens a page holds.
+    """
+
+    page_ids: Int[Array, "b m"]
+    num_pages: Int[Array, "b"]
+    free_ids: Int[Array, "p"]
+    num_free: Int[Array, ""]
+    page_size: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(cls, num_rows: int, pages_per_row: int, num_pages: int, page_size: int) -> PageTable:
+        """An empty table over a pool of `num_pages` pages, the scratch page included."""
+        if num_pages < 2:
+            raise ValueError(f"a pool needs the scratch page and one more: got {num_pages} pages")
+        return cls(
+            page_ids=jnp.zeros((num_rows, pages_per_row), jnp.int32),
+            num_pages=jnp.zeros(num_rows, jnp.int32),
+            free_ids=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
+            num_free=jnp.int32(num_pages - 1),
+            page_size=page_size,
+        )
+
+    def pages_for(self, num_tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """Pages that hold so many tokens."""
+        return (num_tokens + self.page_size - 1) // self.page_size
+
+
+def grow(table: PageTable, target: Int[Array, "b"], width: int) -> tuple[PageTable, Bool[Array, "b"]]:
+    """Brings every row to `target` pages if it holds fewer, in row order, all or nothing for each row.
+
+    Args:
+        table: the table.
+        target: pages wanted by each row.
+        width: static bound on the pages one row may gain; a row that wants more gets none.
+
+    Returns:
+        The table, and which rows have at least `target` pages now.
+    """
+    need = jnp.maximum(target - table.num_pages, 0)
+    possible = (need <= width) & (target <= table.page_ids.shape[1])
+    asked = jnp.where(possible, need, 0)
+    # A row whose turn comes after the pool ran dry gets nothing; those that need nothing are content.
+    granted = possible & ((jnp.cumsum(asked) <= table.num_free) | (need == 0))
+    taken = jnp.where(granted, need, 0)
+    first = jnp.cumsum(taken) - taken
+    step = jnp.arange(width)[None]
+    new = step < taken[:, None]
+    source = table.num_free - 1 - (first[:, None] + step)
+    pages = table.free_ids[jnp.where(new, source, 0)]
+    column = jnp.where(new, table.num_pages[:, None] + step, table.page_ids.shape[1])
+    rows = jnp.arange(need.shape[0])[:, None]
+    grown = table.replace(
+        page_ids=table.page_ids.at[rows, column].set(pages, mode="drop"),
+        num_pages=table.num_pages + taken,
+        num_free=table.num_free - jnp.sum(taken),
+    )
+    return grown, granted
+
+
+def shrink(table: PageTable, target: Int[Array, "b"], width: int) -> PageTable:
+    """Returns the pages each row holds beyond `target` to the free list.
+
+    Args:
+        table: the table.
+        target: pages each row keeps at most.
+        width: static bound on the pages one row may lose; a row keeps what is beyond it.
+    """
+    given = jnp.clip(table.num_pages - target, 0, width)
+    first = jnp.cumsum(given) - given
+    step = jnp.arange(width)[None]
+    old = step < given[:, None]
+    column = jnp.where(old, table.num_pages[:, None] - 1 - step, table.page_ids.shape[1])
+    rows = jnp.arange(given.shape[0])[:, None]
+    pages = table.page_ids.at[rows, column].get(mode="fill", fill_value=0)
+    place = jnp.where(old, table.num_free + first[:, None] + step, table.free_ids.shape[0])
+    return table.replace(
+        page_ids=table.page_ids.at[rows, column].set(0, mode="drop"),
+        num_pages=table.num_pages - given,
+        free_ids=table.free_ids.at[place].set(pages, mode="drop"),
+        num_free=table.num_free + jnp.sum(given),
+    )
+
+
+def slots_of(table: PageTable, positions: Int[Array, "b w"], valid: Bool[Array, "b w"]) -> Int[Array, "b w"]:
+    """Slot (page * page_size + offset) of each position; on the scratch page where not `valid` or not allocated."""
+    column = positions // table.page_size
+    held = valid & (positions >= 0) & (column < table.num_pages[:, None])
+    rows = jnp.arange(positions.shape[0])[:, None]
+    page = jnp.where(held, table.page_ids[rows, jnp.where(held, column, 0)], 0)
+    return page * table.page_size + jnp.where(held, positions % table.page_size, 0)
+
+
+def table_faults(table: PageTable) -> dict[str, Bool[Array, ""]]:
+    """What is wrong with the table: each entry is True where a law is broken."""
+    num_columns, pool = table.page_ids.shape[1], table.free_ids.shape[0]
+    column, place = jnp.arange(num_columns)[None], jnp.arange(pool)
+    owned = column < table.num_pages[:, None]
+    free = place < table.num_free
+    uses = jnp.zeros(pool, jnp.int32).at[table.page_ids.reshape(-1)].add(owned.reshape(-1).astype(jnp.int32))
+    uses = uses.at[table.free_ids].add(free.astype(jnp.int32))
+    return {
+        "a page is lost or has two owners": jnp.any(uses[1:] != 1),
+        "the scratch page is owned or free": uses[0] != 0,
+        "an unallocated column names a page": jnp.any(~owned & (table.page_ids != 0)),
+        "a count is out of range": (table.num_free < 0)
+        | jnp.any((table.num_pages < 0) | (table.num_pages > num_columns)),
+    }

@@ -1,0 +1,187 @@
+"""The stored tensors of a folder: safetensors headers and the shard index, checked in full before any use.
+
+Headers are parsed here, because the format's own NumPy front end knows no bfloat16 or FP8, and because what it
+would report of a damaged file names neither the file nor the remedy. The format:
+github.com/huggingface/safetensors, README, "Format".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxspec.checkpoint.files import CheckpointError, parse_json_object, read_json_object
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Stored dtypes that can be read, by the format's names.
+DTYPES = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+# The format's own limit. A corrupt length is a random 64-bit number, so this catches nearly all of them.
+MAX_HEADER_BYTES = 100_000_000
+_REFETCH = "fetch the file again"
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One stored tensor. `array` is a read-only view of the mapped file: nothing is read until it is used."""
+
+    name: str
+    file: Path
+    array: np.ndarray
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder's `model.safetensors`, or of the shards that its index names.
+
+    Raises:
+        CheckpointError: there is no safetensors file; a file is damaged; or index and shards disagree, be it
+            that a shard is missing, lacks a tensor placed in it, or holds one that is not.
+    """
+    if (folder / INDEX_FILE).is_file():
+        return _read_indexed(folder)
+    if (folder / SINGLE_FILE).is_file():
+        return read_shard(folder / SINGLE_FILE)
+    raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
+
+
+def _why_no_weights(folder: Path) -> str:
+    names = sorted(file.name for file in folder.iterdir())
+    stray = [name for name in names if name.endswith(".safetensors")]
+    pickled = [name for name in names if Path(name).suffix in _PICKLE_SUFFIXES]
+    if stray:
+        return f"got {stray[0]} without {INDEX_FILE}, which says what the shards hold: fetch the index too"
+    if pickled:
+        return (
+            f"got pickled weights ({pickled[0]}), expected safetensors: convert them, for unpickling can run any code"
+        )
+    return f"no weights: expected {SINGLE_FILE}, or {INDEX_FILE} and the shards it names"
+
+
+def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
+    placed = _read_index(folder / INDEX_FILE)
+    if (folder / SINGLE_FILE).is_file() and SINGLE_FILE not in placed:
+        raise CheckpointError(
+            f"{folder}: got both {SINGLE_FILE} and an {INDEX_FILE} without it: remove the stale one"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for shard, expected in placed.items():
+        tensors |= _read_placed(folder / shard, expected, placed)
+    return tensors
+
+
+def _read_placed(file: Path, expected: set[str], placed: dict[str, set[str]]) -> dict[str, StoredTensor]:
+    """One shard, which must hold exactly the tensors the index places in it."""
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file}: missing, but {INDEX_FILE} places {len(expected)} tensors in it, {min(expected)} among them: "
+            "fetch the missing shard"
+        )
+    stored = read_shard(file)
+    one_revision = "fetch the index and the shards of one revision"
+    for name in sorted(expected - stored.keys()):
+        raise CheckpointError(f"{file}: lacks {name}, which {INDEX_FILE} places in it: {one_revision}")
+    for name in sorted(stored.keys() - expected):
+        place = next((shard for shard, names in placed.items() if name in names), "nowhere")
+        raise CheckpointError(f"{file}: holds {name}, which {INDEX_FILE} places in {place}: {one_revision}")
+    return stored
+
+
+def _read_index(file: Path) -> dict[str, set[str]]:
+    """The names of the tensors that the index places in each shard."""
+    weight_map = read_json_object(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{file}: got weight_map {weight_map!r:.80}, expected tensor names to shard names")
+    placed: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        # An index must not reach out of its folder.
+        if not isinstance(shard, str) or not re.fullmatch(r"[^/\\:]+\.safetensors", shard):
+            raise CheckpointError(
+                f"{file}: {name}: got shard {shard!r}, expected the plain name of a .safetensors file in the folder"
+            )
+        placed.setdefault(shard, set()).add(name)
+    return placed
+
+
+def read_shard(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, as views of the mapped file.
+
+    Raises:
+        CheckpointError: the file is cut short or damaged, or a tensor's dtype cannot be read.
+    """
+    header, start = _read_header(file)
+    header.pop("__metadata__", None)
+    size = file.stat().st_size - start
+    entries = {name: _check_entry(file, name, entry) for name, entry in header.items()}
+    _check_layout(file, {name: entry.offsets for name, entry in entries.items()}, start, size)
+    mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)[start:]
+    return {
+        name: StoredTensor(name, file, mapped[slice(*entry.offsets)].view(entry.dtype).reshape(entry.shape))
+        for name, entry in entries.items()
+    }
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header and the offset of the first byte after it."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{file}: got {size} bytes with a header of {length}, expected a header that fits the file and "
+                f"{MAX_HEADER_BYTES} bytes: not a safetensors file, or cut short; {_REFETCH}"
+            )
+        return parse_json_object(opened.read(length), f"{file}: header"), 8 + length
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, int]
+
+
+def _check_entry(file: Path, name: str, entry: Any) -> _Entry:
+    """A header entry whose shape, dtype and offsets agree, in Python integers: nothing overflows."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{file}: {name}: got header entry {entry!r:.200}, expected dtype, shape and two data_offsets: {_REFETCH}"
+        )
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{file}: {name}: got dtype {dtype}, expected one of {', '.join(DTYPES)}")
+    got, expected = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
+    if got != expected:
+        raise CheckpointError(
+            f"{file}: {name}: got data_offsets {offsets}, {got} bytes, expected {expected} for {dtype} {shape}: "
+            f"{_REFETCH}"
+        )
+    return _Entry(DTYPES[dtype], tuple(shape), tuple(offsets))
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_layout(file: Path, offsets: dict[str, tuple[int, int]], start: int, size: int) -> None:
+    """The tensors must fill the data without gap or overlap, and the file must end where they do."""
+    end = 0
+    for name, (begin, stop) in sorted(offsets.items(), key=lambda item: item[1]):
+        if begin != end:
+            kind = "overlaps the tensor before it" if begin < end else "leaves a gap before it"
+            raise CheckpointError(f"{file}: {name} {kind}: got offset {begin}, expected {end}: {_REFETCH}")
+        end = stop
+    if size != end:
+        kind = "cut short" if size < end else "bytes beyond the last tensor"
+        raise CheckpointError(f"{file}: {kind}: got {start + size} bytes, expected {start + end}: {_REFETCH}")

@@ -24,6 +24,16 @@ class YarnConfig:
     attention_factor: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        _require_number("YaRN factor", self.factor, at_least=1.0)
+        _require_integer("YaRN original_max_position_embeddings", self.original_max_position_embeddings, at_least=1)
+        _require_number("YaRN beta_slow", self.beta_slow, above=0.0)
+        _require_number("YaRN beta_fast", self.beta_fast, at_least=self.beta_slow)
+        for name in ("mscale", "mscale_all_dim", "attention_factor"):
+            if getattr(self, name) is not None:
+                _require_number(f"YaRN {name}", getattr(self, name), at_least=0.0)
+        _require_flag("YaRN truncate", self.truncate)
+
     def magnitude(self, mscale: float) -> float:
         """0.1 * mscale * ln(factor) + 1, or 1 where the context is not extended."""
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
@@ -36,6 +46,10 @@ class RopeConfig:
     theta: float = 10000.0
     interleave: bool = True
     yarn: YarnConfig | None = None
+
+    def __post_init__(self) -> None:
+        _require_number("rope_theta", self.theta, above=1.0)
+        _require_flag("rope_interleave", self.interleave)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,28 +89,37 @@ class ModelConfig:
     latent_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        positive = (
-            "vocab_size hidden_size num_layers num_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-            "v_head_dim intermediate_size max_position_embeddings"
-        )
-        for name in positive.split():
-            _require(getattr(self, name) >= 1, f"{name} >= 1", getattr(self, name))
+        for name in _POSITIVE.split():
+            _require_integer(name, getattr(self, name), at_least=1)
+        for name in "n_routed_experts n_shared_experts num_mtp_layers first_k_dense_replace".split():
+            _require_integer(name, getattr(self, name), at_least=0)
+        if self.q_lora_rank is not None:
+            _require_integer("q_lora_rank (or null)", self.q_lora_rank, at_least=1)
+        for name in "rms_norm_eps latent_norm_eps routed_scaling_factor".split():
+            _require_number(name, getattr(self, name), above=0.0)
+        _require_number("initializer_range", self.initializer_range, at_least=0.0)
+        for name in "norm_topk_prob tie_word_embeddings attention_bias".split():
+            _require_flag(name, getattr(self, name))
+        for eos in self.eos_token_ids:
+            _require_integer("eos_token_id", eos, at_least=0)
+            _require(eos < self.vocab_size, f"eos_token_id below vocab_size {self.vocab_size}", eos)
         _require(self.qk_rope_head_dim % 2 == 0, "an even qk_rope_head_dim", self.qk_rope_head_dim)
-        _require(self.num_mtp_layers >= 0, "num_mtp_layers >= 0", self.num_mtp_layers)
         dense = self.first_k_dense_replace
-        _require(0 <= dense <= self.num_layers, f"first_k_dense_replace in 0..{self.num_layers}", dense)
+        _require(dense <= self.num_layers, f"first_k_dense_replace in 0..{self.num_layers}", dense)
         if self.num_moe_layers or self.num_mtp_layers:
             self._check_router()
 
     def _check_router(self) -> None:
+        for name in "moe_intermediate_size num_experts_per_tok n_group topk_group".split():
+            _require_integer(name, getattr(self, name), at_least=1)
         experts, groups = self.n_routed_experts, self.n_group
-        _require(experts >= 1 and self.moe_intermediate_size >= 1, "at least one routed expert", experts)
-        _require(groups >= 1 and experts % groups == 0, f"n_group dividing {experts} experts", groups)
-        _require(1 <= self.topk_group <= groups, f"topk_group in 1..{groups}", self.topk_group)
+        _require(experts >= 1, "at least one routed expert (n_routed_experts)", experts)
+        _require(experts % groups == 0, f"n_group dividing {experts} experts", groups)
+        _require(self.topk_group <= groups, f"topk_group in 1..{groups}", self.topk_group)
         _require(groups == 1 or experts // groups >= 2, "two experts or more a group", experts // groups)
         reachable = self.topk_group * (experts // groups)
         chosen = self.num_experts_per_tok
-        _require(1 <= chosen <= reachable, f"num_experts_per_tok in 1..{reachable}", chosen)
+        _require(chosen <= reachable, f"num_experts_per_tok in 1..{reachable}", chosen)
 
     @property
     def qk_head_dim(self) -> int:
@@ -188,12 +211,32 @@ def _require(ok: bool, expected: str, got: object) -> None:
         raise ValueError(f"expected {expected}, got {got}")
 
 
-def _as_tuple(ids: int | list[int] | None) -> tuple[int, ...]:
+def _require_integer(name: str, value: object, *, at_least: int) -> None:
+    # A bool is an int to Python, but not to the author of a config.json.
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    _require(ok, f"an integer {name} >= {at_least}", repr(value))
+
+
+def _require_number(name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    bound = f"> {above}" if math.isfinite(above) else f">= {at_least}"
+    _require(ok and value >= at_least and value > above, f"a number {name} {bound}", repr(value))
+
+
+def _require_flag(name: str, value: object) -> None:
+    _require(isinstance(value, bool), f"{name} true or false", repr(value))
+
+
+def _as_tuple(ids: Any) -> tuple[Any, ...]:
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
 
+_POSITIVE = (
+    "vocab_size hidden_size num_layers num_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+    "intermediate_size max_position_embeddings"
+)
 _RENAMED = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -247,15 +290,28 @@ def _check_keys(config: Mapping[str, Any]) -> None:
 
 def _read_rope(config: Mapping[str, Any]) -> RopeConfig:
     """Both forms: rope_theta with rope_scaling, or rope_parameters with rope_theta inside."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
+    forms = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    _require(len(forms) <= 1, "one of rope_parameters and rope_scaling", "both")
+    scaling = forms[0] if forms else {}
+    _require(isinstance(scaling, Mapping), "an object for rope scaling", repr(scaling))
+    thetas = {form["rope_theta"] for form in (scaling, config) if form.get("rope_theta") is not None} or {10000.0}
+    _require(len(thetas) == 1, "one rope_theta", sorted(thetas))
+    scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
     kind = {scaling.pop("rope_type", None), scaling.pop("type", None)} - {None} or {"default"}
-    interleave = config.get("rope_interleave", True)
+    rope = RopeConfig(theta=thetas.pop(), interleave=config.get("rope_interleave", True))
     if kind == {"default"} and not scaling:
-        return RopeConfig(theta=theta, interleave=interleave)
+        return rope
     if kind != {"yarn"}:
         raise ValueError(f"rope scaling: got type {sorted(kind)} with {scaling}, expected 'default' or 'yarn'")
+    return dataclasses.replace(rope, yarn=_read_yarn(scaling))
+
+
+def _read_yarn(scaling: Mapping[str, Any]) -> YarnConfig:
+    """YaRN's keys. A null stands for the default, as it does in files that transformers writes."""
     unknown = sorted(scaling.keys() - {field.name for field in dataclasses.fields(YarnConfig)})
     if unknown:
         raise ValueError(f"rope scaling has keys this library does not know: {unknown}")
-    return RopeConfig(theta=theta, interleave=interleave, yarn=YarnConfig(**scaling))
+    given = {key: value for key, value in scaling.items() if value is not None}
+    for key in ("factor", "original_max_position_embeddings"):
+        _require(key in given, f"{key} in YaRN's rope scaling", "none")
+    return YarnConfig(**given)

@@ -146,9 +146,9 @@ def _check_names(folder: Path, config: ModelConfig, specs: Params, stored: Store
     expected = _names(jax.tree.leaves(specs))
     if specs.mtp is not None and not _names(jax.tree.leaves(specs.mtp)) & stored.keys():
         raise CheckpointError(
-            f"{folder}: config.json promises {config.num_mtp_layers} MTP modules (num_nextn_predict_layers), but no MTP "
-            f"tensor is stored, expected from model.layers.{config.num_layers} on: set num_nextn_predict_layers to 0 in "
-            "config.json to do without, or fetch the missing shards"
+            f"{folder}: config.json promises MTP (num_nextn_predict_layers {config.num_mtp_layers}) but no MTP "
+            f"tensor is stored, expected from model.layers.{config.num_layers} on: set num_nextn_predict_layers to 0 "
+            "in config.json to do without, or fetch the missing shards"
         )
     missing, unused = sorted(expected - stored.keys()), sorted(stored.keys() - expected)
     if missing:

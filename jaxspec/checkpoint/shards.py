@@ -36,7 +36,6 @@ _PICKLE_SUFFIXES = {".bin", ".pt", ".pth"}
 class StoredTensor:
     """One stored tensor. `array` is a read-only view of the mapped file: nothing is read until it is used."""
 
-    name: str
     file: Path
     array: np.ndarray
 
@@ -75,7 +74,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
             f"{folder}: got both {SINGLE_FILE} and an {INDEX_FILE} without it: remove the stale one"
         )
     tensors: dict[str, StoredTensor] = {}
-    for shard, expected in placed.items():
+    for shard, expected in sorted(placed.items()):
         tensors |= _read_placed(folder / shard, expected, placed)
     return tensors
 
@@ -126,7 +125,7 @@ def read_shard(file: Path) -> dict[str, StoredTensor]:
     _check_layout(file, {name: entry.offsets for name, entry in entries.items()}, start, size)
     mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)[start:]
     return {
-        name: StoredTensor(name, file, mapped[slice(*entry.offsets)].view(entry.dtype).reshape(entry.shape))
+        name: StoredTensor(file, mapped[slice(*entry.offsets)].view(entry.dtype).reshape(entry.shape))
         for name, entry in entries.items()
     }
 

@@ -23,15 +23,22 @@ def save_hf(path: str | Path, config: ModelConfig, params: Params, dtype: Any = 
         config: the architecture.
         params: its parameters.
         dtype: stored dtype of every weight without a fixed one.
+
+    Raises:
+        ValueError: the parameters are not those of the architecture.
     """
-    path = Path(path)
+    path, tensors = Path(path), to_hf_tensors(config, params, dtype)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config.to_hf(np.dtype(dtype).name), indent=2) + "\n")
-    save_file(to_hf_tensors(config, params, dtype), path / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def to_hf_tensors(config: ModelConfig, params: Params, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """The parameters as stored tensors, by name."""
+    """The parameters as stored tensors, by name.
+
+    Raises:
+        ValueError: the parameters are not those of the architecture.
+    """
     own = params.mtp is not None
     specs = param_specs(
         config,
@@ -42,6 +49,8 @@ def to_hf_tensors(config: ModelConfig, params: Params, dtype: Any = np.float32) 
 
     def write(weight: Weight, array: Any) -> None:
         array = np.asarray(array)
+        if array.shape != weight.shape:
+            raise ValueError(f"{weight.hf_name}: got shape {array.shape}, expected {weight.shape}")
         for index, name in weight.tensors():
             stored = tensors.setdefault(name, np.empty(weight.hf_shape, weight.dtype or dtype))
             weight.view(stored)[...] = array[index].astype(stored.dtype)

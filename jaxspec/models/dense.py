@@ -105,9 +105,7 @@ def _moe(
     weights, chosen = route(moe, config, x)
     one_hot = jax.nn.one_hot(chosen, config.n_routed_experts, dtype=jnp.float32)
     dispatch = jnp.einsum("nk,nke->ne", weights, one_hot).astype(x.dtype)
-    inner = jax.nn.silu(jnp.einsum("nh,ehf->enf", x, moe.experts.gate)) * jnp.einsum(
-        "nh,ehf->enf", x, moe.experts.up
-    )
+    inner = jax.nn.silu(jnp.einsum("nh,ehf->enf", x, moe.experts.gate)) * jnp.einsum("nh,ehf->enf", x, moe.experts.up)
     out = jnp.einsum("enf,efh->nh", inner * dispatch.T[:, :, None], moe.experts.down)
     load = jnp.mean(jnp.sum(one_hot, axis=1), axis=0)
     return (out if moe.shared is None else out + swiglu(x, moe.shared)), load

@@ -68,11 +68,6 @@ class Weight:
         return (self.init * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
 
 
-def leaf(shape: str) -> Any:
-    """Type of a parameter of this shape: an array, or its declaration in the tree of `param_specs`."""
-    return Float[Array, shape] | Weight
-
-
 @struct.dataclass
 class Attention:
     """Multi-head latent attention. h heads, c latent, r rotary, n no-position and v value widths.
@@ -80,35 +75,38 @@ class Attention:
     `q_a` and `q_a_norm` are None when queries are not compressed, biases are None when the config has none.
     """
 
-    q_a: leaf("*l hidden q_lora") | None
-    q_a_bias: leaf("*l q_lora") | None
-    q_a_norm: leaf("*l q_lora") | None
-    q_b: leaf("*l q_in queries")
-    kv_a: leaf("*l hidden c_rope")
-    kv_a_bias: leaf("*l c_rope") | None
-    kv_a_norm: leaf("*l c")
-    k_up: leaf("*l h n c")
-    v_up: leaf("*l h c v")
-    o: leaf("*l values hidden")
-    o_bias: leaf("*l hidden") | None
+    q_a: Float[Array, "*l hidden q_lora"] | None
+    q_a_bias: Float[Array, "*l q_lora"] | None
+    q_a_norm: Float[Array, "*l q_lora"] | None
+    q_b: Float[Array, "*l q_in queries"]
+    kv_a: Float[Array, "*l hidden c_rope"]
+    kv_a_bias: Float[Array, "*l c_rope"] | None
+    kv_a_norm: Float[Array, "*l c"]
+    k_up: Float[Array, "*l h n c"]
+    v_up: Float[Array, "*l h c v"]
+    o: Float[Array, "*l values hidden"]
+    o_bias: Float[Array, "*l hidden"] | None
 
 
 @struct.dataclass
 class MLP:
     """SwiGLU feed-forward block."""
 
-    gate: leaf("*l hidden ffn")
-    up: leaf("*l hidden ffn")
-    down: leaf("*l ffn hidden")
+    gate: Float[Array, "*l hidden ffn"]
+    up: Float[Array, "*l hidden ffn"]
+    down: Float[Array, "*l ffn hidden"]
 
 
 @struct.dataclass
 class MoE:
-    """Routed experts (an MLP with an expert axis), their router, and the shared expert."""
+    """Routed experts (an MLP with an expert axis), their router, and the shared expert.
 
-    router: leaf("*l hidden experts")
-    router_bias: leaf("*l experts")
-    experts: MLP
+    `experts` is None in the one layer that a scan is at, where the whole stack's are passed beside it.
+    """
+
+    router: Float[Array, "*l hidden experts"]
+    router_bias: Float[Array, "*l experts"]
+    experts: MLP | None
     shared: MLP | None
 
 
@@ -116,9 +114,9 @@ class MoE:
 class Layer:
     """One decoder layer, or a stack of them."""
 
-    attn_norm: leaf("*l hidden")
+    attn_norm: Float[Array, "*l hidden"]
     attn: Attention
-    mlp_norm: leaf("*l hidden")
+    mlp_norm: Float[Array, "*l hidden"]
     mlp: MLP | MoE
 
 
@@ -126,24 +124,24 @@ class Layer:
 class MTP:
     """A stack of multi-token-prediction modules. `embed` and `head` are None where the trunk's serve."""
 
-    embed: leaf("d vocab hidden") | None
-    enorm: leaf("d hidden")
-    hnorm: leaf("d hidden")
-    eh_proj: leaf("d joined hidden")
+    embed: Float[Array, "*d vocab hidden"] | None
+    enorm: Float[Array, "*d hidden"]
+    hnorm: Float[Array, "*d hidden"]
+    eh_proj: Float[Array, "*d joined hidden"]
     layer: Layer
-    norm: leaf("d hidden")
-    head: leaf("d hidden vocab") | None
+    norm: Float[Array, "*d hidden"]
+    head: Float[Array, "*d hidden vocab"] | None
 
 
 @struct.dataclass
 class Params:
     """All parameters. `dense` and `moe` are the trunk's two stacks, `head` is None when tied to `embed`."""
 
-    embed: leaf("vocab hidden")
+    embed: Float[Array, "vocab hidden"]
     dense: Layer | None
     moe: Layer | None
-    norm: leaf("hidden")
-    head: leaf("hidden vocab") | None
+    norm: Float[Array, "hidden"]
+    head: Float[Array, "hidden vocab"] | None
     mtp: MTP | None
 
 

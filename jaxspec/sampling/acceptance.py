@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ class Verdict:
     num_accepted: Int32[Array, "b"]
 
 
+@runtime_checkable
 class AcceptanceRule(Protocol):
     """Draws drafts and verifies them so that the output has exactly the target's distribution."""
 
@@ -161,8 +162,8 @@ class Rejection:
         self, logits: Float[Array, "b v"], sampling: SamplingState, positions: Int32[Array, "b"]
     ) -> tuple[Int32[Array, "b"], Int32[Array, "b c"], Float32[Array, "b c"]]:
         """See `AcceptanceRule.propose`."""
-        log_q, ids = jax.lax.top_k(log_probs(logits[:, None], sampling)[:, 0], self.proposal_width(logits.shape[-1]))
-        log_q = jax.nn.log_softmax(log_q, axis=-1)
+        log_q = log_probs(logits[:, None], sampling)[:, 0]
+        log_q, ids = _most_likely(log_q, self.proposal_width(logits.shape[-1]), sampling)
         chosen = _draw(log_q[:, None], sampling, positions[:, None], Purpose.DRAFT)
         return jnp.take_along_axis(ids, chosen, axis=1)[:, 0], ids, jnp.exp(log_q)
 
@@ -190,6 +191,24 @@ class Rejection:
         token = sample(log_final, sampling, jnp.take_along_axis(positions, final, axis=1))
         kept = jnp.where(jnp.arange(num_drafts)[None] < final, drafts, token)
         return Verdict(jnp.concatenate([kept, token], axis=1), num_accepted)
+
+
+def _most_likely(
+    log_q: Float32[Array, "b v"], width: int, sampling: SamplingState
+) -> tuple[Float32[Array, "b c"], Int32[Array, "b c"]]:
+    """The `width` most likely tokens and their log probabilities among themselves; no search if all are greedy."""
+
+    def one_hot() -> tuple[Float32[Array, "b c"], Int32[Array, "b c"]]:
+        first = jnp.arange(width)[None] == 0
+        shape = (log_q.shape[0], width)
+        log_top = jnp.broadcast_to(jnp.where(first, jnp.float32(0), -jnp.inf), shape)
+        return log_top, jnp.broadcast_to(argmax(log_q)[:, None], shape)
+
+    def search() -> tuple[Float32[Array, "b c"], Int32[Array, "b c"]]:
+        log_top, ids = jax.lax.top_k(log_q, width)
+        return jax.nn.log_softmax(log_top, axis=-1), ids
+
+    return jax.lax.cond(jnp.all(sampling.is_greedy), one_hot, search)
 
 
 def _passes_test(
@@ -223,8 +242,10 @@ def _subtract_rejected(
 
 def _accepted_prefix(accept: Bool[Array, "b k"], count: Int32[Array, "b"]) -> Int32[Array, "b"]:
     """Length of the leading run of accepted drafts, at most `count`."""
-    place = jnp.arange(accept.shape[1], dtype=jnp.int32)[None]
-    return jnp.min(jnp.where(accept, count[:, None], jnp.minimum(place, count[:, None])), axis=1, initial=2**31 - 1)
+    num_drafts = accept.shape[1]
+    place = jnp.arange(num_drafts, dtype=jnp.int32)[None]
+    first_refused = jnp.min(jnp.where(accept, num_drafts, place), axis=1, initial=num_drafts)
+    return jnp.minimum(first_refused, count)
 
 
 def stop_and_limit(

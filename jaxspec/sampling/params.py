@@ -38,10 +38,10 @@ class SamplingParams:
         ValueError: an option out of range.
     """
 
-    temperature: float | int = 1.0
-    top_p: float | int = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
     top_k: int = 0
-    min_p: float | int = 0.0
+    min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
     stop_token_ids: Sequence[int] = ()

@@ -28,11 +28,11 @@ class Purpose(enum.IntEnum):
 def row_keys(seed: UInt32[Array, "b 2"], positions: Int32[Array, "b t"], purpose: Purpose) -> Key[Array, "b t"]:
     """A key per row and position. A position is the index, in its sequence, of the token being drawn.
 
-    The generator is named, so that the process-wide `jax_default_prng_impl` does not change outputs.
+    Position and purpose are folded in as one number, distinct for positions below 2^30. The generator is named, so
+    that the process-wide `jax_default_prng_impl` does not change outputs.
     """
     keys = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, int(purpose))
-    return jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))(keys, positions)
+    return jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))(keys, 4 * positions + int(purpose))
 
 
 def gumbel(keys: Key[Array, "b t"], vocab: int) -> Float32[Array, "b t {vocab}"]:

@@ -18,6 +18,7 @@ def paged_mla_reference(
     page_ids: Int[Array, "b m"],
     start: Int[Array, "b"],
     scale: float,
+    first: int = 0,
 ) -> Float[Array, "b t h c"]:
     """Streams blocks of pages through a running softmax (arXiv:2112.05682), in float32.
 
@@ -34,7 +35,7 @@ def paged_mla_reference(
         latent = latent_pool[layer, ids].reshape(batch, pages * page_size, width)
         rope = rope_pool[layer, ids].reshape(batch, pages * page_size, -1)
         positions = block * pages * page_size + jnp.arange(pages * page_size)
-        seen = positions[None, None] <= last[:, :, None]
+        seen = (positions[None, None] <= last[:, :, None]) & (positions >= first)[None, None]
         # A slot nobody sees may hold anything: 0 * NaN would still be NaN.
         latent = jnp.where(seen[:, -1, :, None], latent, 0)
         scores = jnp.einsum("bthc,bsc->bths", q_latent, latent, preferred_element_type=jnp.float32)
@@ -45,14 +46,15 @@ def paged_mla_reference(
     softmax = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width)))
     num_blocks = jnp.max(last) // (pages * page_size) + 1
     _, total, weighted = lax.fori_loop(0, num_blocks, visit, softmax)
-    return (weighted / total[..., None]).astype(q_latent.dtype)
+    return (weighted / jnp.where(total > 0, total, 1)[..., None]).astype(q_latent.dtype)
 
 
 def _accumulate(softmax: tuple, scores: Float[Array, "b t h s"], latent: Float[Array, "b s c"]) -> tuple:
     """Adds a block of scores to (running maximum, running sum, running weighted sum)."""
     maximum, total, weighted = softmax
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
-    rescale = jnp.exp(maximum - new_maximum)
-    weights = jnp.exp(scores - new_maximum[..., None])
+    shift = jnp.where(new_maximum == -jnp.inf, 0, new_maximum)  # nothing seen yet: avoid -inf minus -inf
+    rescale = jnp.exp(maximum - shift)
+    weights = jnp.exp(scores - shift[..., None])
     block = jnp.einsum("bths,bsc->bthc", weights, latent, preferred_element_type=jnp.float32)
     return new_maximum, total * rescale + jnp.sum(weights, axis=-1), weighted * rescale[..., None] + block

@@ -1,0 +1,116 @@
+"""The `jaxspec` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from jaxspec.engine import LLM, RequestOutput
+from jaxspec.sampling.params import SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns its exit status: 0, 1 if some request failed, 2 if nothing could run."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"jaxspec: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding for MLA models in JAX.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    generate = commands.add_parser("generate", help="complete prompts")
+    generate.set_defaults(run=_generate)
+    add = generate.add_argument
+    add("--model", help="folder of a Hugging Face checkpoint (default: the small model that comes along)")
+    add("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    add("--prompts-file", type=Path, help="a prompt a line; or .jsonl: texts, or objects with prompt(_token_ids)")
+    add("--max-tokens", type=int, default=128, help="most tokens to generate per prompt (default 128)")
+    add("--num-speculative-tokens", type=int, default=3, metavar="K", help="drafts a round; 0: none (default 3)")
+    add("--verification", choices=("coupled", "rejection"), default="coupled", help="acceptance rule")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--seed", type=int, help="makes sampled output reproducible")
+    add("--output", type=Path, help="write one JSON object per prompt to this file")
+    add("--json", action="store_true", help="print one JSON object, with outputs and metrics, and nothing else")
+    return parser
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    prompts = list(arguments.prompt)
+    if arguments.prompts_file is not None:
+        prompts += _read_prompts(arguments.prompts_file)
+    if not prompts:
+        raise ValueError("no prompt: give --prompt or --prompts-file")
+    params = SamplingParams(temperature=arguments.temperature, seed=arguments.seed, max_tokens=arguments.max_tokens)
+    speculative = {
+        "num_speculative_tokens": arguments.num_speculative_tokens,
+        "verification": arguments.verification,
+    }
+    llm = LLM(arguments.model, speculative_config=speculative)
+    outputs = llm.generate(prompts, params)
+    metrics = llm.get_metrics().to_dict()
+    if arguments.output is not None:
+        with arguments.output.open("w") as file:
+            for output in outputs:
+                print(json.dumps(_as_object(output)), file=file)
+    if arguments.json:
+        print(json.dumps({"outputs": [_as_object(output) for output in outputs], "metrics": metrics}))
+    else:
+        _show(outputs, metrics, sys.stdout)
+    return 1 if any(output.error is not None for output in outputs) else 0
+
+
+def _read_prompts(path: Path) -> list[Any]:
+    """Texts or token-id lists, one a line; blank lines are skipped."""
+    lines = [(n, line) for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    if path.suffix != ".jsonl":
+        return [line for _, line in lines]
+    return [_read_json_prompt(path, number, line) for number, line in lines]
+
+
+def _read_json_prompt(path: Path, number: int, line: str) -> Any:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+    if isinstance(value, dict):
+        value = value.get("prompt", value.get("prompt_token_ids"))
+    if not isinstance(value, (str, list)):
+        raise ValueError(
+            f"{path}, line {number}: expected a text, or an object with prompt or prompt_token_ids, got {line:.80}"
+        )
+    return value
+
+
+def _as_object(output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    found = {
+        "prompt": output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+    }
+    return found if output.error is None else found | {"error": output.error}
+
+
+def _show(outputs: Sequence[RequestOutput], metrics: dict[str, Any], out: TextIO) -> None:
+    for output in outputs:
+        if output.error is not None:
+            print(f"[request {output.request_id} failed: {output.error}]\n", file=out)
+            continue
+        prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
+        print(f"{prompt}{output.outputs[0].text}\n", file=out)
+    rates = ", ".join(f"{rate:.0%}" for rate in metrics["acceptance_rate_per_position"]) or "none"
+    print(
+        f"{metrics['num_generated_tokens']} tokens at {metrics['tokens_per_second']:.0f} tokens/s "
+        f"(compiled in {metrics['seconds_compile']:.1f} s); {metrics['mean_acceptance_length']:.2f} tokens per "
+        f"verification, drafts accepted by position: {rates}",
+        file=out,
+    )

@@ -1,0 +1,234 @@
+"""One round: verify the drafts, accept a prefix of them, draft again. And prefill, which is a round's first half
+over a prompt: both commit tokens and draft the next ones by the same functions.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.cache import capacity as ledger_ops
+from jaxspec.cache.page_table import slots_of
+from jaxspec.config import ModelConfig, SpeculativeConfig
+from jaxspec.decoding.state import DecodeState, Finish, RoundInfo, pages_per_row
+from jaxspec.drafters import DRAFTERS, Verified
+from jaxspec.models.dense import apply_head
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import Placement, forward
+from jaxspec.sampling.acceptance import ACCEPTANCE_RULES, Verdict, sample, stop_and_limit
+from jaxspec.sampling.logits import log_probs
+
+
+def decode_round(
+    params: Params, config: ModelConfig, spec: SpeculativeConfig, state: DecodeState
+) -> tuple[DecodeState, RoundInfo]:
+    """Advances every running row by its accepted drafts and one token.
+
+    Args:
+        params: the parameters.
+        config: the architecture (static).
+        spec: the speculation (static).
+        state: the rows.
+
+    Returns:
+        The rows, and what happened. A row that found no pages is unchanged; a finished one has returned its own.
+
+    Raises:
+        ValueError: at trace time, when the table is too narrow for what a round may reach.
+    """
+    num_drafts = state.num_drafts
+    check_table_width(state)
+    state, rows = _grant(state, state.running)
+    window = _window(state, jnp.where(rows, state.kv_len, 0), rows, ledger_ops.growth(num_drafts))
+
+    count = jnp.where(rows, state.drafts.count, 0)
+    state, hidden, verdict, healthy = _verify(params, config, spec, state, window[:, : num_drafts + 1], count, rows)
+    state, info = _commit(state, verdict, rows, healthy)
+    start = state.kv_len - info.num_tokens
+    verified = Verified(
+        start, verdict.tokens, hidden, info.num_tokens, state.table.page_ids, window[:, : 2 * num_drafts]
+    )
+    state = _draft(params, config, spec, state, verified, rows)
+    state = _settle(state, rows, verdict.num_accepted)
+    accepted = jnp.where(rows, verdict.num_accepted, 0)
+    return state, info.replace(num_drafts=count, num_accepted=accepted, stalled=state.running & ~rows)
+
+
+def prefill(
+    params: Params,
+    config: ModelConfig,
+    spec: SpeculativeConfig,
+    state: DecodeState,
+    prompts: Int[Array, "b t"],
+    lengths: Int[Array, "b"],
+    limits: Int[Array, "b"],
+) -> tuple[DecodeState, RoundInfo]:
+    """Caches whole prompts in empty rows, draws the first token of each and drafts the next ones.
+
+    Args:
+        params: the parameters.
+        config: the architecture (static).
+        spec: the speculation (static).
+        state: the rows.
+        prompts: token ids, padded on the right with any valid id.
+        lengths: prompt lengths; 0 leaves a row empty.
+        limits: tokens each row may commit at most, prompt included.
+
+    Returns:
+        The rows, and the first tokens. A row whose prompt found no pages has finished with an error.
+
+    Raises:
+        ValueError: at trace time, when the table is too narrow.
+    """
+    width = prompts.shape[1]
+    check_table_width(state)
+    state, rows = _admit(state, lengths, limits, width)
+    # The draft stage writes beyond the prompt: its room is granted like a round's, and goes back unverified.
+    state, may_draft = _grant(state, rows)
+    window = _window(state, jnp.zeros_like(lengths), rows, width + max(state.num_drafts - 1, 0))
+
+    slots = jnp.where(jnp.arange(width)[None] < lengths[:, None], window[:, :width], 0)
+    placement = Placement(state.table.page_ids, jnp.zeros_like(lengths), slots)
+    hidden, cache = forward(params, config, prompts, state.cache, placement)
+    each, last = jnp.arange(lengths.shape[0]), jnp.maximum(lengths - 1, 0)
+    logits = apply_head(params, hidden[each, last])[:, None]
+    first = sample(log_probs(logits, state.sampling), state.sampling, lengths[:, None])
+    healthy = jnp.all(jnp.isfinite(logits), axis=(1, 2))
+    state, info = _commit(state.replace(cache=cache), Verdict(first, jnp.zeros_like(lengths)), rows, healthy)
+
+    next_tokens = jnp.roll(prompts, -1, axis=1).at[each, last].set(first[:, 0])
+    length = jnp.where(rows, lengths, 0)
+    verified = Verified(jnp.zeros_like(lengths), next_tokens, hidden, length, state.table.page_ids, window)
+    state = _draft(params, config, spec, state, verified, may_draft)
+    ledger = ledger_ops.revert((state.capacity, state.table), rows, state.num_drafts)
+    return _release_finished(state.replace(capacity=ledger[0], table=ledger[1])), info
+
+
+def check_table_width(state: DecodeState) -> None:
+    """Over-reach is a shape error: a full row's last round reaches 2K positions beyond `max_model_len`."""
+    got, page_size = state.table.page_ids.shape[1], state.table.page_size
+    expected = pages_per_row(state.max_model_len, state.num_drafts, page_size)
+    if got < expected:
+        raise ValueError(
+            f"the page table has {got} columns of {page_size} tokens; max_model_len {state.max_model_len} with "
+            f"{state.num_drafts} drafts needs {expected}: ceil((max_model_len + 2 * drafts) / page_size)"
+        )
+
+
+def _admit(
+    state: DecodeState, lengths: Int[Array, "b"], limits: Int[Array, "b"], width: int
+) -> tuple[DecodeState, Bool[Array, "b"]]:
+    """Starts the rows that have a prompt and find pages for it."""
+    wanted = lengths > 0
+    (capacity, table), ok = ledger_ops.reserve((state.capacity, state.table), lengths, width)
+    rows = wanted & ok
+    started = state.replace(
+        capacity=capacity,
+        table=table,
+        kv_len=jnp.where(rows, lengths - 1, state.kv_len),
+        limit=jnp.where(rows, limits, state.limit),
+        finish=jnp.where(rows, Finish.RUNNING, jnp.where(wanted, Finish.ERROR, state.finish)),
+    )
+    return started, rows
+
+
+def _grant(state: DecodeState, rows: Bool[Array, "b"]) -> tuple[DecodeState, Bool[Array, "b"]]:
+    (capacity, table), ok = ledger_ops.grant((state.capacity, state.table), rows, state.num_drafts)
+    return state.replace(capacity=capacity, table=table), ok
+
+
+def _window(state: DecodeState, start: Int[Array, "b"], rows: Bool[Array, "b"], width: int) -> Int[Array, "b w"]:
+    """Slots of the positions from `start` on: the only ones this step may write. Scratch for other rows."""
+    positions = start[:, None] + jnp.arange(width)[None]
+    return slots_of(state.table, positions, jnp.broadcast_to(rows[:, None], positions.shape))
+
+
+def _verify(
+    params: Params,
+    config: ModelConfig,
+    spec: SpeculativeConfig,
+    state: DecodeState,
+    slots: Int[Array, "b t"],
+    count: Int[Array, "b"],
+    rows: Bool[Array, "b"],
+) -> tuple[DecodeState, Float[Array, "b t hidden"], Verdict, Bool[Array, "b"]]:
+    """Runs the trunk over the last token and the drafts, and judges them.
+
+    Returns:
+        The state, the trunk's states, the verdict, and which rows have finite logits wherever they count.
+    """
+    tokens = jnp.concatenate([state.last_token[:, None], state.drafts.tokens], axis=1)
+    column = jnp.arange(tokens.shape[1])[None]
+    counts = column <= count[:, None]
+    start = jnp.where(rows, state.kv_len, 0)  # a row that sits out costs no attention
+    placement = Placement(state.table.page_ids, start, jnp.where(counts, slots, 0))
+    hidden, cache = forward(params, config, tokens, state.cache, placement)
+    logits = apply_head(params, hidden)
+    healthy = jnp.all(jnp.isfinite(logits) | ~counts[:, :, None], axis=(1, 2))
+    rule = ACCEPTANCE_RULES[spec.verification]
+    positions = start[:, None] + 1 + column
+    log_p = log_probs(logits, state.sampling)
+    verdict = rule.verify(log_p, state.drafts.tokens, count, state.drafts.proposal, state.sampling, positions)
+    return state.replace(cache=cache), hidden, verdict, healthy
+
+
+def _commit(
+    state: DecodeState, verdict: Verdict, rows: Bool[Array, "b"], healthy: Bool[Array, "b"]
+) -> tuple[DecodeState, RoundInfo]:
+    """Appends the emitted tokens one by one in effect: a stop token ends the output, then the limit does."""
+    emitted = jnp.where(rows & healthy, verdict.num_accepted + 1, 0)
+    room = state.limit - state.kv_len - 1
+    num_tokens, stopped, at_limit = stop_and_limit(verdict.tokens, emitted, state.sampling.stop_ids, room)
+    ended = jnp.where(stopped, Finish.STOP, jnp.where(at_limit, Finish.LENGTH, Finish.RUNNING))
+    ended = jnp.where(healthy, ended, Finish.ERROR)
+    newest = verdict.tokens[jnp.arange(rows.shape[0]), jnp.maximum(num_tokens - 1, 0)]
+    state = state.replace(
+        last_token=jnp.where(num_tokens > 0, newest, state.last_token),
+        kv_len=state.kv_len + num_tokens,
+        finish=jnp.where(rows, ended, state.finish),
+    )
+    nothing = jnp.zeros_like(num_tokens)
+    return state, RoundInfo(verdict.tokens, num_tokens, nothing, nothing, jnp.zeros_like(rows), state.finish)
+
+
+def _draft(
+    params: Params,
+    config: ModelConfig,
+    spec: SpeculativeConfig,
+    state: DecodeState,
+    verified: Verified,
+    rows: Bool[Array, "b"],
+) -> DecodeState:
+    """Proposes up to K tokens for each of `rows`, but never one that could not be committed."""
+    num_drafts = state.num_drafts
+    if num_drafts == 0:
+        return state
+    room = state.limit - state.kv_len - 1
+    count = jnp.where(rows & state.running, jnp.clip(room - 1, 0, num_drafts), 0)
+    rule, drafter = ACCEPTANCE_RULES[spec.verification], DRAFTERS[spec.method]
+    drafts, cache, memory = drafter.draft(
+        params, config, rule, verified, count, num_drafts, state.sampling, state.cache, state.drafter
+    )
+    # Rows that stood still keep what they had.
+    keep = verified.length == 0
+    drafts, memory = jax.tree.map(
+        lambda new, old: jnp.where(keep.reshape(-1, *(1,) * (new.ndim - 1)), old, new),
+        (drafts, memory),
+        (state.drafts, state.drafter),
+    )
+    return state.replace(cache=cache, drafts=drafts, drafter=memory)
+
+
+def _settle(state: DecodeState, rows: Bool[Array, "b"], num_accepted: Int[Array, "b"]) -> DecodeState:
+    ledger = (state.capacity, state.table)
+    ledger = ledger_ops.settle(ledger, rows, num_accepted, state.kv_len + 1, state.num_drafts)
+    return _release_finished(state.replace(capacity=ledger[0], table=ledger[1]))
+
+
+def _release_finished(state: DecodeState) -> DecodeState:
+    """Pages of finished rows go back at once."""
+    done = (state.capacity.capacity > 0) & ~state.running
+    ledger = (state.capacity, state.table)
+    capacity, table = jax.lax.cond(jnp.any(done), lambda: ledger_ops.release(ledger, done), lambda: ledger)
+    return state.replace(capacity=capacity, table=table)

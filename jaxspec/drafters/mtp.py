@@ -1,0 +1,150 @@
+"""Drafts from the checkpoint's multi-token-prediction modules.
+
+Module 0 joins the trunk's state at a position with the token after it and predicts the token after that. Later
+modules go on from the module below with one token more each; when more drafts are wanted than there are modules,
+the last one is fed its own state again (an approximation that costs acceptance, never exactness; DeepSeek-V3
+report section 2.2 and vLLM's `spec_step_idx`, which starts over at module 0 where there are several).
+
+Every module keeps the pair of (state, token t) at the position before t. So after a verification, whatever the
+module, the verified positions are rewritten from the trunk's own states and the drafts' pairs lie right behind them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxspec.cache.kv_cache import KVCache
+from jaxspec.config import ModelConfig
+from jaxspec.drafters.protocol import Drafts, Verified
+from jaxspec.models.dense import apply_head
+from jaxspec.models.params import Params
+from jaxspec.models.transformer import Placement, mtp_forward
+from jaxspec.sampling.acceptance import AcceptanceRule, Proposal
+from jaxspec.sampling.params import SamplingState
+
+
+class MTPDrafter:
+    """See the module's text. Its state: for every module but the last, its output at the last verified position."""
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises ValueError when the model has no MTP module."""
+        if not config.num_mtp_layers:
+            raise ValueError(
+                "speculative method 'mtp' needs a model with multi-token-prediction modules; "
+                "got num_nextn_predict_layers = 0. Use num_speculative_tokens=0 to decode without drafts"
+            )
+
+    def init_state(self, config: ModelConfig, num_rows: int, num_drafts: int, dtype: Any) -> Array:
+        """Zeros; the prefill fills them."""
+        return jnp.zeros((num_rows, max(_chain_length(config, num_drafts) - 1, 0), config.hidden_size), dtype)
+
+    def draft(
+        self,
+        params: Params,
+        config: ModelConfig,
+        rule: AcceptanceRule,
+        verified: Verified,
+        count: Int[Array, "b"],
+        num_drafts: int,
+        sampling: SamplingState,
+        cache: KVCache,
+        state: Float[Array, "b d hidden"],
+    ) -> tuple[Drafts, KVCache, Float[Array, "b d hidden"]]:
+        """See `Drafter.draft`."""
+        width = verified.next_tokens.shape[1]
+        if verified.slots.shape[1] < width + num_drafts - 1:
+            raise ValueError(
+                f"{num_drafts} drafts after {width} verified positions write {width + num_drafts - 1} slots; "
+                f"got a window of {verified.slots.shape[1]}"
+            )
+        chain = _chain_length(config, num_drafts)
+        run = _Run(params, config, rule, verified, count, sampling)
+        tokens, hidden = verified.next_tokens, verified.hidden
+        boundaries, drawn = [], []
+        for module in range(chain):
+            if module:
+                tokens = _put(tokens, verified.length + module - 1, drawn[-1][0])
+                hidden = jnp.concatenate([state[:, module - 1, None], hidden], axis=1)
+            hidden, cache = run.over_verified(module, tokens, hidden, cache)
+            boundaries.append(_take(hidden, verified.length - 1))
+            last = _take(hidden, verified.length + module - 1)
+            drawn.append(run.propose(module, module, last))
+
+        def recycle(carry: tuple, step: Array) -> tuple:
+            last, token, cache = carry
+            last, cache = run.at_draft(chain - 1, step, token, last, cache)
+            new = run.propose(chain - 1, step, last)
+            return (last, new[0], cache), new
+
+        steps = jnp.arange(chain, num_drafts)
+        (_, _, cache), recycled = jax.lax.scan(recycle, (last, drawn[-1][0], cache), steps)
+        columns = [jnp.stack(parts, axis=1) for parts in zip(*drawn, strict=True)]
+        recycled = [jnp.swapaxes(parts, 0, 1) for parts in recycled]
+        tokens, ids, probs = (jnp.concatenate(parts, axis=1) for parts in zip(columns, recycled, strict=True))
+        return Drafts(tokens, count, Proposal(ids, probs)), cache, jnp.stack(boundaries, axis=1)[:, : chain - 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What stays the same over the modules and steps of one call."""
+
+    params: Params
+    config: ModelConfig
+    rule: AcceptanceRule
+    verified: Verified
+    count: Int[Array, "b"]
+    sampling: SamplingState
+
+    def over_verified(
+        self, module: int, tokens: Int[Array, "b t"], hidden: Float[Array, "b t hidden"], cache: KVCache
+    ) -> tuple[Float[Array, "b t hidden"], KVCache]:
+        """A module over every verified position and over the first drafts, of which module d takes in d."""
+        kept = self.verified.length + jnp.clip(self.count - 1, 0, module)
+        width = tokens.shape[1]
+        slots = jnp.where(jnp.arange(width)[None] < kept[:, None], self.verified.slots[:, :width], 0)
+        placement = Placement(self.verified.page_ids, self.verified.start, slots)
+        return mtp_forward(self.params, self.config, module, tokens, hidden, cache, placement)
+
+    def at_draft(
+        self,
+        module: int,
+        step: Int[Array, ""],
+        token: Int[Array, "b"],
+        below: Float[Array, "b hidden"],
+        cache: KVCache,
+    ) -> tuple[Float[Array, "b hidden"], KVCache]:
+        """The last module at the one position before draft `step - 1`."""
+        column = self.verified.length - 1 + step
+        slot = jnp.where(step < self.count, _take(self.verified.slots, column), 0)
+        placement = Placement(self.verified.page_ids, self.verified.start + column, slot[:, None])
+        hidden, cache = mtp_forward(
+            self.params, self.config, module, token[:, None], below[:, None], cache, placement
+        )
+        return hidden[:, 0], cache
+
+    def propose(self, module: int, step: int | Int[Array, ""], last: Float[Array, "b hidden"]) -> tuple:
+        """Draws draft `step` from the module's state before it: tokens, and their `Proposal` columns."""
+        head = self.params.mtp.head
+        logits = apply_head(self.params, last, None if head is None else head[module])
+        position = self.verified.start + self.verified.length + 1 + step
+        return self.rule.propose(logits, self.sampling, position)
+
+
+def _chain_length(config: ModelConfig, num_drafts: int) -> int:
+    return min(config.num_mtp_layers, num_drafts)
+
+
+def _take(x: Array, column: Int[Array, "b"]) -> Array:
+    """x[b, column[b]]; a column below 0, of a row with nothing verified, reads column 0."""
+    return x[jnp.arange(x.shape[0]), jnp.maximum(column, 0)]
+
+
+def _put(tokens: Int[Array, "b t"], column: Int[Array, "b"], new: Int[Array, "b"]) -> Int[Array, "b u"]:
+    """One column wider, with `new` at `column` of each row."""
+    wider = jnp.pad(tokens, ((0, 0), (0, 1)))
+    return wider.at[jnp.arange(tokens.shape[0]), jnp.maximum(column, 0)].set(new)

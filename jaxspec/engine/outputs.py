@@ -1,0 +1,113 @@
+"""What a request gives back, under vLLM's names, and the counts of speculation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxspec.decoding.state import Finish
+
+FINISH_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ERROR: "error", Finish.RUNNING: "error"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    """One completion.
+
+    Attributes:
+        index: which of the request's completions this is; always 0.
+        text: the generated text, without the token that stopped it.
+        token_ids: the generated tokens, the one that stopped it included.
+        finish_reason: "stop", "length" or "error".
+        stop_reason: the token that stopped it, None when it was one of the model's own or none did.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """The result of one request.
+
+    Attributes:
+        request_id: its place in the call, as text.
+        prompt: the prompt's text, None when it was given as ids and there is no tokenizer.
+        prompt_token_ids: the prompt's tokens.
+        outputs: the completions.
+        finished: always True.
+        metrics: this request's counts.
+        error: why the request failed, None when it did not.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: Metrics
+    error: str | None = None
+
+
+@dataclasses.dataclass
+class Metrics:
+    """Counts of speculation, by vLLM's names.
+
+    Attributes:
+        num_drafts: verifications with at least one draft.
+        num_draft_tokens: drafts verified.
+        num_accepted_tokens: drafts accepted.
+        num_accepted_tokens_per_pos: how often the draft at each place was accepted.
+        num_generated_tokens: tokens given out.
+        seconds_compile: time spent compiling.
+        seconds_decode: time spent in prefill and decoding.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    num_generated_tokens: int = 0
+    seconds_compile: float = 0.0
+    seconds_decode: float = 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verification with drafts, the target's own token included; 1 when there was none."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rate_per_position(self) -> list[float]:
+        """Share of verifications that accepted the draft at each place."""
+        return [float(n) / max(self.num_drafts, 1) for n in self.num_accepted_tokens_per_pos]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time spent decoding; 0 where no time was taken."""
+        return self.num_generated_tokens / self.seconds_decode if self.seconds_decode else 0.0
+
+    def __add__(self, other: Metrics) -> Metrics:
+        places = max(len(self.num_accepted_tokens_per_pos), len(other.num_accepted_tokens_per_pos))
+        total = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in total.keys() - {"num_accepted_tokens_per_pos"}:
+            total[name] += getattr(other, name)
+        padded = [
+            np.pad(m.num_accepted_tokens_per_pos, (0, places - len(m.num_accepted_tokens_per_pos)))
+            for m in (self, other)
+        ]
+        return Metrics(**total | {"num_accepted_tokens_per_pos": padded[0] + padded[1]})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts and rates as plain values."""
+        counts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del counts["num_accepted_tokens_per_pos"]
+        return counts | {
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_rate_per_position": self.acceptance_rate_per_position,
+            "tokens_per_second": self.tokens_per_second,
+        }

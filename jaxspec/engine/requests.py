@@ -1,0 +1,126 @@
+"""From what a user passes to validated requests; everything that can be refused is refused here, before compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from jaxspec.checkpoint import Tokenizer
+from jaxspec.config import ModelConfig
+from jaxspec.sampling.params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, ready to run.
+
+    Attributes:
+        text: the prompt's text, if known.
+        token_ids: its tokens.
+        params: how to sample.
+        stop_ids: tokens that end the output: the user's, and the model's own unless they are ignored.
+        max_new_tokens: most tokens to generate, within the model's length.
+        error: why it cannot run; the other fields then only describe it.
+    """
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    max_new_tokens: int = 0
+    error: str | None = None
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """A list of prompts, from one or several texts or lists of token ids.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(prompts, str) or (_is_ids(prompts) and len(prompts)):
+        return [prompts]
+    if isinstance(prompts, Sequence) and all(isinstance(p, str) or _is_ids(p) for p in prompts):
+        return list(prompts)
+    raise ValueError(
+        "prompts: expected a text, a list of token ids, or a list of these, "
+        f"got {type(prompts).__name__}: {prompts!r:.80}"
+    )
+
+
+def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One set of sampling parameters for each of `count` prompts.
+
+    Raises:
+        ValueError: a list of another length, or of other things.
+    """
+    params = SamplingParams() if params is None else params
+    listed = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(listed) != count:
+        raise ValueError(f"sampling_params: expected one or {count}, one for each prompt, got {len(listed)}")
+    wrong = [p for p in listed if not isinstance(p, SamplingParams)]
+    if wrong:
+        raise ValueError(f"sampling_params: expected SamplingParams, got {wrong[0]!r:.80}")
+    return listed
+
+
+def make_request(
+    prompt: Prompt, params: SamplingParams, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int
+) -> Request:
+    """Tokenises and checks one prompt. A fault is recorded in the request, so that the others can run."""
+    try:
+        text, ids = _tokenise(prompt, tokenizer)
+        _check_ids(ids, config.vocab_size, max_model_len)
+        _check_stop_ids(params, config.vocab_size)
+    except ValueError as error:
+        shown = prompt if isinstance(prompt, str) else None
+        known = () if isinstance(prompt, str) else tuple(i for i in prompt if _is_int(i))
+        return Request(shown, known, params, error=str(error))
+    room = max_model_len - len(ids)
+    wanted = room if params.max_tokens is None else params.max_tokens
+    own = () if params.ignore_eos else config.eos_token_ids
+    stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
+    return Request(text, tuple(ids), params, stop_ids, min(wanted, room))
+
+
+def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+    if not isinstance(prompt, str):
+        ids = [int(i) for i in prompt]
+        return (None if tokenizer is None else tokenizer.decode(ids)) if _plausible(ids) else None, ids
+    if tokenizer is None:
+        raise ValueError("the checkpoint has no tokenizer.json: got a text, expected a list of token ids")
+    return prompt, tokenizer.encode(prompt)
+
+
+def _plausible(ids: list[int]) -> bool:
+    return all(0 <= i < 2**31 for i in ids)
+
+
+def _check_ids(ids: list[int], vocab_size: int, max_model_len: int) -> None:
+    if not ids:
+        raise ValueError("the prompt is empty: got 0 tokens, expected at least 1")
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        raise ValueError(f"token id outside the vocabulary: got {outside[0]}, expected 0..{vocab_size - 1}")
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"the prompt leaves no room for output: got {len(ids)} tokens, expected fewer than max_model_len "
+            f"{max_model_len}; shorten it or raise max_model_len"
+        )
+
+
+def _check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
+    outside = [i for i in params.stop_token_ids if i >= vocab_size]
+    if outside:
+        raise ValueError(f"stop token id outside the vocabulary: got {outside[0]}, expected 0..{vocab_size - 1}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_ids(value: object) -> bool:
+    return not isinstance(value, str) and hasattr(value, "__len__") and all(_is_int(i) for i in value)

@@ -1,0 +1,178 @@
+"""The paged model: trunk and MTP modules over the KV pools, a few tokens per row at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jaxspec.cache.kv_cache import KVCache
+from jaxspec.config import ModelConfig
+from jaxspec.models.moe import apply_moe
+from jaxspec.models.params import MLP, Attention, Layer, MoE, Params
+from jaxspec.models.primitives import (
+    project_latents,
+    project_output,
+    project_queries,
+    rms_norm,
+    rope_angles,
+    swiglu,
+)
+from pallas_kernels.latent_append import latent_append
+from pallas_kernels.paged_mla import paged_mla
+
+
+@struct.dataclass
+class Placement:
+    """Where the tokens of a step stand. Token j of row b is at position `start[b] + j`.
+
+    Attributes:
+        page_ids: pages of each row, by position.
+        start: position of each row's first token; all before it is in the cache.
+        slots: where each token's latents go; the scratch page for tokens that do not count.
+    """
+
+    page_ids: Int[Array, "b m"]
+    start: Int[Array, "b"]
+    slots: Int[Array, "b t"]
+
+    def angles(self, config: ModelConfig) -> Float[Array, "b t two half"]:
+        """Rotary angles of the tokens."""
+        return rope_angles(config, self.start[:, None] + jnp.arange(self.slots.shape[1])[None])
+
+
+def forward(
+    params: Params, config: ModelConfig, tokens: Int[Array, "b t"], cache: KVCache, placement: Placement
+) -> tuple[Float[Array, "b t hidden"], KVCache]:
+    """Runs the trunk over tokens whose predecessors are cached, and caches them.
+
+    Args:
+        params: the parameters.
+        config: the architecture.
+        tokens: ids.
+        cache: the pools.
+        placement: positions and slots of the tokens.
+
+    Returns:
+        States after the final norm (`apply_head` gives logits), and the pools.
+    """
+    if placement.slots.shape != tokens.shape:
+        raise ValueError(f"every token needs a slot: got slots {placement.slots.shape}, tokens {tokens.shape}")
+    x, angles = params.embed[tokens], placement.angles(config)
+    first = 0
+    for stack in (params.dense, params.moe):
+        if stack is not None:
+            x, cache = _run_stack(stack, first, config, x, angles, cache, placement)
+            first += stack.attn_norm.shape[0]
+    return rms_norm(x, params.norm, config.rms_norm_eps), cache
+
+
+def mtp_forward(
+    params: Params,
+    config: ModelConfig,
+    module: int,
+    tokens: Int[Array, "b t"],
+    below: Float[Array, "b t hidden"],
+    cache: KVCache,
+    placement: Placement,
+) -> tuple[Float[Array, "b t hidden"], KVCache]:
+    """Runs one MTP module over pairs (state, the token that follows it).
+
+    Args:
+        params: the parameters.
+        config: the architecture.
+        module: which module.
+        tokens: the token after each position.
+        below: for module 0 the trunk's state at each position (after its final norm), for later ones the state of
+            the module below at the position before.
+        cache: the pools; the module owns layer `num_layers + module` of them.
+        placement: positions and slots of the pairs.
+
+    Returns:
+        States after the module's norm (`apply_head` with the module's own head, if any), and the pools.
+    """
+    mtp = params.mtp
+    embed = params.embed if mtp.embed is None else mtp.embed[module]
+    parts = jax.tree.map(lambda w: w[module], mtp.replace(embed=None, head=None, layer=_without_experts(mtp.layer)))
+    eps = config.rms_norm_eps
+    joined = jnp.concatenate([rms_norm(embed[tokens], parts.enorm, eps), rms_norm(below, parts.hnorm, eps)], axis=-1)
+    # Module d pairs position i with token i + d + 1; it keeps that pair at i + d, where the token is the next one
+    # as in every other layer, so its cache begins at position d.
+    index = (jnp.int32(module), jnp.int32(config.num_layers + module), module)
+    x, cache = _layer(
+        parts.layer,
+        mtp.layer.mlp.experts,
+        index,
+        config,
+        joined @ parts.eh_proj,
+        placement.angles(config),
+        cache,
+        placement,
+    )
+    return rms_norm(x, parts.norm, eps), cache
+
+
+def _without_experts(stack: Layer) -> Layer:
+    return stack.replace(mlp=stack.mlp.replace(experts=None)) if isinstance(stack.mlp, MoE) else stack
+
+
+def _run_stack(
+    stack: Layer, first: int, config: ModelConfig, x: Array, angles: Array, cache: KVCache, placement: Placement
+) -> tuple[Array, KVCache]:
+    """Scans the layers of a stack; the pools are carried, so they are updated in place."""
+    experts = stack.mlp.experts if isinstance(stack.mlp, MoE) else None
+
+    def step(carry: tuple, inputs: tuple) -> tuple:
+        x, cache = carry
+        layer, in_stack = inputs
+        return _layer(layer, experts, (in_stack, first + in_stack, 0), config, x, angles, cache, placement), None
+
+    layers = jnp.arange(stack.attn_norm.shape[0])
+    carry, _ = jax.lax.scan(step, (x, cache), (_without_experts(stack), layers))
+    return carry
+
+
+def _layer(
+    layer: Layer,
+    experts: MLP | None,
+    index: tuple[Any, Any, int],
+    config: ModelConfig,
+    x: Float[Array, "b t hidden"],
+    angles: Float[Array, "b t two half"],
+    cache: KVCache,
+    placement: Placement,
+) -> tuple[Float[Array, "b t hidden"], KVCache]:
+    """One decoder layer. `index`: its place in the stack (for the experts), in the pools, its first position."""
+    in_stack, in_pool, first = index
+    normed = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
+    attended, cache = _attention(layer.attn, in_pool, first, config, normed, angles, cache, placement)
+    x = x + attended
+    normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+    if isinstance(layer.mlp, MLP):
+        return x + swiglu(normed, layer.mlp), cache
+    return x + apply_moe(layer.mlp, experts, in_stack, config, normed), cache
+
+
+def _attention(
+    attn: Attention,
+    layer: Int[Array, ""],
+    first: int,
+    config: ModelConfig,
+    x: Float[Array, "b t hidden"],
+    angles: Float[Array, "b t two half"],
+    cache: KVCache,
+    placement: Placement,
+) -> tuple[Float[Array, "b t hidden"], KVCache]:
+    """Absorbed MLA: queries move into the latent space, so attention reads latents and never expands keys."""
+    q_nope, q_rope = project_queries(attn, config, x, angles)
+    latent, rope = project_latents(attn, config, x, angles)
+    pools = latent_append(cache.latent, cache.rope, layer, placement.slots, latent, rope)
+    q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, attn.k_up)
+    attended = paged_mla(
+        q_latent, q_rope, *pools, layer, placement.page_ids, placement.start, config.softmax_scale, first
+    )
+    values = jnp.einsum("bthc,hcv->bthv", attended, attn.v_up)
+    return project_output(attn, values), KVCache(*pools)

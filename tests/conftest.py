@@ -3,6 +3,8 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# The suite compiles many programs and runs each for moments: LLVM need not try hard.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from jaxtyping import install_import_hook
@@ -11,8 +13,9 @@ install_import_hook(["jaxspec", "pallas_kernels"], "typecheck.checked")
 
 import jax
 import pytest
+from fixtures import SOFT_NOISE, write_cyc, write_rnd
 
-from jaxspec.config import ModelConfig, RopeConfig
+from jaxspec.checkpoint import load
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -24,35 +27,11 @@ def key():
 
 
 @pytest.fixture(scope="session")
-def rnd_config():
-    """Configuration of the field log's RND checkpoint: three layers, the first dense, and one MTP module."""
-    return ModelConfig(
-        model_type="deepseek_v3",
-        vocab_size=128,
-        hidden_size=64,
-        num_layers=3,
-        num_heads=4,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.5,
-        norm_topk_prob=True,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        num_mtp_layers=1,
-        initializer_range=0.1,
-        eos_token_ids=(),
-    )
+def checkpoints(tmp_path_factory):
+    """The field log's checkpoints, loaded: (ModelConfig, Params) by name, and their folders."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    folders = {f"soft-{drafts}": write_cyc(root / drafts, drafts, SOFT_NOISE) for drafts in ("hit", "miss", "mix")}
+    folders["rnd"] = write_rnd(root / "rnd")
+    for modules in (2, 3):
+        folders[f"rnd-{modules}"] = write_rnd(root / f"rnd-{modules}", num_nextn_predict_layers=modules)
+    return {name: (folder, *load(folder)) for name, folder in folders.items()}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures import rnd_config
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -14,6 +15,7 @@ from jaxspec.cache import Capacity, KVCache, PageTable
 from jaxspec.cache import capacity as ledger_ops
 from jaxspec.cache.kv_cache import bytes_per_token
 from jaxspec.cache.page_table import grow, shrink, slots_of, table_faults
+from jaxspec.config import ModelConfig
 
 PAGE_SIZE = 4
 
@@ -162,14 +164,13 @@ def test_faults_are_seen():
     assert broken(table_faults(stale)) == ["an unallocated column names a page"]
 
 
-def test_pools_share_one_budget(rnd_config):
+def test_pools_share_one_budget():
     """Field case a7: three main layers and one MTP layer, equal token capacity, 3 to 1."""
-    cache = KVCache.create(rnd_config, 10, PAGE_SIZE, jnp.float32)
+    config = ModelConfig.from_hf(rnd_config())
+    cache = KVCache.create(config, 10, PAGE_SIZE, jnp.float32)
     total = cache.latent.nbytes + cache.rope.nbytes
-    assert total == 10 * PAGE_SIZE * bytes_per_token(rnd_config, jnp.float32)
-    main = rnd_config.num_layers / rnd_config.num_cached_layers
-    assert (rnd_config.num_layers, rnd_config.num_mtp_layers, main) == (3, 1, 0.75)
-    assert cache.latent.shape[0] == 4
+    assert total == 10 * PAGE_SIZE * bytes_per_token(config, jnp.float32)
+    assert (config.num_layers, config.num_mtp_layers, cache.latent.shape[0]) == (3, 1, 4)
 
 
 def test_huge_pool_slots_do_not_overflow():

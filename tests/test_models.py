@@ -89,10 +89,13 @@ def test_padding_changes_no_logit(tmp_path):
     np.testing.assert_allclose(short[:, :5], long[:, :5], atol=5e-6, rtol=0)
 
 
-def test_bfloat16_follows_float32(tmp_path):
-    path, tokens = write_rnd(tmp_path / "rnd", dtype="bfloat16"), jnp.asarray(random_tokens((2, 24)))
+def test_bfloat16_weights(tmp_path):
+    path, tokens = write_rnd(tmp_path / "rnd", dtype="bfloat16"), random_tokens((2, 24))
     (config, stored), (_, cast) = load(path), load(path, dtype=jnp.float32)
-    low, high = forward(stored, config, tokens), forward(cast, config, tokens)
+    low, high = forward(stored, config, jnp.asarray(tokens)), forward(cast, config, jnp.asarray(tokens))
+    logits, mtp_logits = reference_logits(path, tokens)
+    np.testing.assert_allclose(high.logits, logits, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(high.mtp_logits[0, :, :-1], mtp_logits[0], atol=1e-4, rtol=0)
     assert low.hidden.dtype == jnp.bfloat16
     # A router's choice can flip on rounding, so the mean is compared and not the maximum.
     assert float(jnp.mean(jnp.abs(low.logits - high.logits))) < 0.05

@@ -127,7 +127,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=["plain", "top_p", "top_k_min_p"])
+@pytest.mark.parametrize("params", PARAMS[1:], ids=["top_p", "top_k_min_p"])
 @pytest.mark.parametrize(
     "rule", [*ACCEPTANCE_RULES.values(), Rejection(max_width=2)], ids=[*ACCEPTANCE_RULES, "narrow"]
 )
@@ -198,7 +198,7 @@ def test_c1_processed_probabilities_on_both_sides(rule, draft):
         q = np.array([0, 0.178, 0.318, 0.504]) if draft == "drawn" else np.eye(4)[draft]
         assert abs(accepted.mean() - np.minimum(exact, q).sum()) < 0.005
     else:
-        # The coupling accepts at least (1 - TV) / (1 + TV): Daliri, Musco and Suresh, theorem 3.
+        # The coupling accepts at least (1 - TV) / (1 + TV) (Daliri, Musco and Suresh 2024).
         assert accepted.mean() > (0.286 / 1.714) - 0.005
 
 
@@ -217,31 +217,29 @@ def test_rejection_stores_q_exactly_as_it_draws():
 
 def test_c3_a_certain_token_is_always_accepted():
     """Field case c3: one logit 42, the others -20, T = .001, q = p."""
-    logits = np.full(8, -20, np.float32)
-    logits[5] = 42
-    sampling, rule = many_rows(SamplingParams(temperature=0.001), 10_000), REJECTION
-    tokens, ids, probs = propose_first(rule, sampling, logits)
-    verdict = verify_first(rule, sampling, logits, tokens[:, None], Proposal(ids[:, None], probs[:, None]))
-    assert (tokens == 5).all()
+    logits = np.float32([-20, -20, 42, -20])
+    sampling = many_rows(SamplingParams(temperature=0.001), 2**19)
+    tokens, ids, probs = propose_first(REJECTION, sampling, logits)
+    verdict = verify_first(REJECTION, sampling, logits, tokens[:, None], Proposal(ids[:, None], probs[:, None]))
+    assert (tokens == 2).all()
     assert (verdict.num_accepted == 1).all()
-    assert (verdict.tokens == 5).all()
+    assert (verdict.tokens == 2).all()
     assert jnp.isfinite(probs).all()
 
 
-@pytest.mark.parametrize("u", [0.0, 1.0])
-def test_the_ends_of_the_acceptance_test(u, monkeypatch):
+def test_the_ends_of_the_acceptance_test(monkeypatch):
     """u = 0 still refuses p = 0; u = 1 refuses even p = q, where the residual is empty and p takes its place."""
-    monkeypatch.setattr(acceptance, "uniform", lambda keys: jnp.full(keys.shape, u))
-    rule, sampling = Rejection(), state(SamplingParams(), SamplingParams())
-    log_p = jnp.log(jnp.float32([[[0.75, 0.25, 0], [0, 0, 1]]] * 2))
-    drafts = jnp.int32([[2], [0]])
-    proposal = Proposal(jnp.int32([[[2, 1, 0]], [[0, 1, 2]]]), jnp.float32([[[1, 0, 0]], [[0.75, 0.25, 0]]]))
-    positions = jnp.int32([[4, 5]] * 2)
-    verdict = rule.verify(log_p, drafts, jnp.int32([1, 1]), proposal, sampling, positions)
-    np.testing.assert_array_equal(verdict.num_accepted, [0, 1 - int(u)])
-    assert verdict.tokens[0, 0] == sample(log_p, sampling, positions)[0, 0]
-    if u == 1:
-        assert verdict.tokens[1, 0] == sample(log_p, sampling, positions)[1, 0]
+    u = jnp.float32([[0], [0], [1], [1]])
+    monkeypatch.setattr(acceptance, "uniform", lambda keys: u)
+    sampling = state(*[SamplingParams()] * 4)
+    log_p = jnp.log(jnp.float32([[[0, 0.75, 0.25], [0, 0, 1]]] * 4))
+    drafts = jnp.int32([[0], [1], [0], [1]])
+    proposal = Proposal(jnp.int32([[[0, 1, 2]], [[1, 2, 0]]] * 2), jnp.float32([[[1, 0, 0]], [[0.75, 0.25, 0]]] * 2))
+    positions = jnp.int32([[4, 5]] * 4)
+    verdict = REJECTION.verify(log_p, drafts, jnp.full(4, 1, jnp.int32), proposal, sampling, positions)
+    np.testing.assert_array_equal(verdict.num_accepted, [0, 1, 0, 0])
+    plain = sample(log_p, sampling, positions)
+    np.testing.assert_array_equal(verdict.tokens[:, 0], [plain[0, 0], 1, plain[2, 0], plain[3, 0]])
 
 
 def random_round(num_rows: int, num_drafts: int, vocab: int, seed: int):
@@ -316,42 +314,38 @@ def test_c4_greedy_rows_beside_sampled_ones_and_padding(rule):
 
 
 @RULES
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_greedy_batches_equal_plain_greedy(rule, num_drafts):
-    logits, drafts, proposal, positions = random_round(32, num_drafts, 70, seed=9)
+@pytest.mark.parametrize(("num_drafts", "vocab"), [(0, 70), (3, 6)])
+def test_greedy_batches_equal_plain_greedy(rule, num_drafts, vocab):
+    logits, drafts, proposal, positions = random_round(16, num_drafts, vocab, seed=9)
     logits = np.round(logits)  # many ties
-    count = np.random.default_rng(10).integers(0, num_drafts + 1, 32, np.int32)
-    sampling = state(*[SamplingParams(temperature=0, top_p=0.5)] * 32)
+    count = np.random.default_rng(10).integers(0, num_drafts + 1, 16, np.int32)
+    sampling = state(*[SamplingParams(temperature=0, top_p=0.5)] * 16)
     verdict = verify(rule, logits, drafts, count, proposal, sampling, positions)
     emitted = [row[: a + 1].tolist() for row, a in zip(verdict.tokens, verdict.num_accepted, strict=True)]
     assert emitted == greedy_reference(logits, drafts, count)
     tokens, ids, probs = propose(rule, logits[:, 0], sampling, positions[:, 0])
     np.testing.assert_array_equal(tokens, logits[:, 0].argmax(-1))
-    assert ids.shape == probs.shape == (32, rule.proposal_width(70))
-    if rule.proposal_width(70):
+    assert ids.shape == probs.shape == (16, rule.proposal_width(vocab))
+    if rule is REJECTION:
         np.testing.assert_array_equal(ids[:, 0], tokens)
-        np.testing.assert_array_equal(probs, np.eye(64, dtype=np.float32)[:1].repeat(32, 0))
+        np.testing.assert_array_equal(probs, np.eye(min(vocab, 64), dtype=np.float32)[:1].repeat(16, 0))
 
 
 @RULES
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_c11_the_first_draft_is_checked(rule, num_drafts):
-    """Field case c11: the first draft is always wrong and the later ones right, so none is accepted."""
-    vocab = 8
-    right = np.arange(1, num_drafts + 2, dtype=np.int32)
-    logits = np.float32(20 * np.eye(vocab)[right])[None]
-    drafts = right[None, :-1].copy()
-    drafts[0, 0] = 7
-    one_hot = jnp.arange(vocab)[None, None] == 0
-    proposal = Proposal(
-        jnp.where(one_hot, drafts[:, :, None], 0),
-        jnp.broadcast_to(one_hot, (1, num_drafts, vocab)).astype(jnp.float32),
-    )
-    positions = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None]
+def test_c11_the_first_draft_is_checked(rule):
+    """Field case c11: the first of 1 or 3 drafts is always wrong and the later ones right: none is accepted."""
+    _, drafts, proposal, positions = random_round(16, 3, 6, seed=10)
+    right = np.tile(np.int32([1, 2, 3, 4]), (16, 1))
+    logits = np.float32(20 * np.eye(6)[right])
+    drafts = right[:, :-1].copy()
+    drafts[:, 0] = 5
+    proposal = proposal.replace(ids=jnp.asarray(drafts[:, :, None] * np.eye(6, dtype=np.int32)[:1]))
+    count = np.tile(np.int32([1, 3]), 8)
     for temperature in (0, 0.1):
-        sampling = state(SamplingParams(temperature=temperature))
-        verdict = verify(rule, logits, drafts, jnp.int32([num_drafts]), proposal, sampling, positions)
-        assert (int(verdict.num_accepted[0]), int(verdict.tokens[0, 0])) == (0, 1)
+        sampling = state(*[SamplingParams(temperature=temperature)] * 16)
+        verdict = verify(rule, logits, drafts, count, proposal, sampling, positions)
+        assert not verdict.num_accepted.any()
+        assert (verdict.tokens[:, 0] == 1).all()
 
 
 @RULES
@@ -388,15 +382,9 @@ def test_verification_does_not_depend_on_the_batch(rule):
         np.testing.assert_array_equal(got.num_accepted, together.num_accepted[rows])
 
 
-def accept_without_q(log_p, drafts, proposal, sampling, positions):
-    ones = proposal.replace(probs=jnp.ones_like(proposal.probs))
-    return _passes_test(log_p, drafts, ones, sampling, positions)
-
-
-_passes_test, _row_keys = acceptance._passes_test, acceptance.row_keys
+_row_keys = acceptance.row_keys
 MUTATIONS = {
     "no_residual": ("_subtract_rejected", lambda log_p, *_: log_p),
-    "acceptance_without_q": ("_passes_test", accept_without_q),
     "one_purpose": ("row_keys", lambda seed, positions, purpose: _row_keys(seed, positions, Purpose.SAMPLE)),
 }
 

@@ -43,7 +43,7 @@ def decode_round(
     window = _window(state, jnp.where(rows, state.kv_len, 0), rows, ledger_ops.growth(num_drafts))
 
     count = jnp.where(rows, state.drafts.count, 0)
-    state, hidden, verdict, healthy = _verify(params, config, spec, state, window[:, : num_drafts + 1], count, rows)
+    state, hidden, verdict, healthy = _verify(params, config, spec, state, window, count, rows)
     state, info = _commit(state, verdict, rows, healthy)
     start = state.kv_len - info.num_tokens
     verified = Verified(
@@ -88,8 +88,8 @@ def prefill(
     state, may_draft = _grant(state, rows)
     window = _window(state, jnp.zeros_like(lengths), rows, width + max(state.num_drafts - 1, 0))
 
-    slots = jnp.where(jnp.arange(width)[None] < lengths[:, None], window[:, :width], 0)
-    placement = Placement(state.table.page_ids, jnp.zeros_like(lengths), slots)
+    length = jnp.where(rows, lengths, 0)
+    placement = Placement(state.table.page_ids, jnp.zeros_like(lengths), length, window)
     hidden, cache = forward(params, config, prompts, state.cache, placement)
     each, last = jnp.arange(lengths.shape[0]), jnp.maximum(lengths - 1, 0)
     logits = apply_head(params, hidden[each, last])[:, None]
@@ -98,7 +98,6 @@ def prefill(
     state, info = _commit(state.replace(cache=cache), Verdict(first, jnp.zeros_like(lengths)), rows, healthy)
 
     next_tokens = jnp.roll(prompts, -1, axis=1).at[each, last].set(first[:, 0])
-    length = jnp.where(rows, lengths, 0)
     verified = Verified(jnp.zeros_like(lengths), next_tokens, hidden, length, state.table.page_ids, window)
     state = _draft(params, config, spec, state, verified, may_draft)
     ledger = ledger_ops.revert((state.capacity, state.table), rows, state.num_drafts)
@@ -149,7 +148,7 @@ def _verify(
     config: ModelConfig,
     spec: SpeculativeConfig,
     state: DecodeState,
-    slots: Int[Array, "b t"],
+    window: Int[Array, "b w"],
     count: Int[Array, "b"],
     rows: Bool[Array, "b"],
 ) -> tuple[DecodeState, Float[Array, "b t hidden"], Verdict, Bool[Array, "b"]]:
@@ -162,7 +161,7 @@ def _verify(
     column = jnp.arange(tokens.shape[1])[None]
     counts = column <= count[:, None]
     start = jnp.where(rows, state.kv_len, 0)  # a row that sits out costs no attention
-    placement = Placement(state.table.page_ids, start, jnp.where(counts, slots, 0))
+    placement = Placement(state.table.page_ids, start, jnp.where(rows, count + 1, 0), window)
     hidden, cache = forward(params, config, tokens, state.cache, placement)
     logits = apply_head(params, hidden)
     healthy = jnp.all(jnp.isfinite(logits) | ~counts[:, :, None], axis=(1, 2))

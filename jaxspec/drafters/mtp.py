@@ -57,10 +57,10 @@ class MTPDrafter:
     ) -> tuple[Drafts, KVCache, Float[Array, "b d hidden"]]:
         """See `Drafter.draft`."""
         width = verified.next_tokens.shape[1]
-        if verified.slots.shape[1] < width + num_drafts - 1:
+        if verified.window.shape[1] < width + num_drafts - 1:
             raise ValueError(
                 f"{num_drafts} drafts after {width} verified positions write {width + num_drafts - 1} slots; "
-                f"got a window of {verified.slots.shape[1]}"
+                f"got a window of {verified.window.shape[1]}"
             )
         chain = _chain_length(config, num_drafts)
         run = _Run(params, config, rule, verified, count, sampling)
@@ -105,9 +105,7 @@ class _Run:
     ) -> tuple[Float[Array, "b t hidden"], KVCache]:
         """A module over every verified position and over the first drafts, of which module d takes in d."""
         kept = self.verified.length + jnp.clip(self.count - 1, 0, module)
-        width = tokens.shape[1]
-        slots = jnp.where(jnp.arange(width)[None] < kept[:, None], self.verified.slots[:, :width], 0)
-        placement = Placement(self.verified.page_ids, self.verified.start, slots)
+        placement = Placement(self.verified.page_ids, self.verified.start, kept, self.verified.window)
         return mtp_forward(self.params, self.config, module, tokens, hidden, cache, placement)
 
     def at_draft(
@@ -120,8 +118,9 @@ class _Run:
     ) -> tuple[Float[Array, "b hidden"], KVCache]:
         """The last module at the one position before draft `step - 1`."""
         column = self.verified.length - 1 + step
-        slot = jnp.where(step < self.count, _take(self.verified.slots, column), 0)
-        placement = Placement(self.verified.page_ids, self.verified.start + column, slot[:, None])
+        wanted = (step < self.count).astype(jnp.int32)
+        slot = _take(self.verified.window, column)[:, None]
+        placement = Placement(self.verified.page_ids, self.verified.start + column, wanted, slot)
         hidden, cache = mtp_forward(
             self.params, self.config, module, token[:, None], below[:, None], cache, placement
         )

@@ -39,7 +39,7 @@ class Verified:
         hidden: the trunk's state at each position, after its final norm.
         length: how many columns are verified; the others hold nothing of use.
         page_ids: pages of each row, by position.
-        slots: slot of every position the drafter may write: at least t + k - 1 columns, from `start` on.
+        window: slot of every position the drafter may write, from `start` on: at least t + k - 1 columns.
     """
 
     start: Int[Array, "b"]
@@ -47,7 +47,7 @@ class Verified:
     hidden: Float[Array, "b t hidden"]
     length: Int[Array, "b"]
     page_ids: Int[Array, "b m"]
-    slots: Int[Array, "b w"]
+    window: Int[Array, "b w"]
 
 
 @runtime_checkable
@@ -86,5 +86,5 @@ class Drafter(Protocol):
             state: the drafter's own.
 
         Raises:
-            ValueError: at trace time, when `verified.slots` has too few columns for K drafts.
+            ValueError: at trace time, when `verified.window` has too few columns for K drafts.
         """

@@ -32,16 +32,31 @@ class Placement:
     Attributes:
         page_ids: pages of each row, by position.
         start: position of each row's first token; all before it is in the cache.
-        slots: where each token's latents go; the scratch page for tokens that do not count.
+        length: how many tokens of each row count. The others are computed, and change nothing.
+        window: slots of the positions from `start` on, as many as the whole round may write.
     """
 
     page_ids: Int[Array, "b m"]
     start: Int[Array, "b"]
-    slots: Int[Array, "b t"]
+    length: Int[Array, "b"]
+    window: Int[Array, "b w"]
 
-    def angles(self, config: ModelConfig) -> Float[Array, "b t two half"]:
-        """Rotary angles of the tokens."""
-        return rope_angles(config, self.start[:, None] + jnp.arange(self.slots.shape[1])[None])
+    def slots(self, num_tokens: int) -> Int[Array, "b t"]:
+        """Where each token's latents go: its slot of the window, or the scratch page if it does not count.
+
+        Raises:
+            ValueError: at trace time, when the step is wider than the window.
+        """
+        if num_tokens > self.window.shape[1]:
+            raise ValueError(
+                f"a step of {num_tokens} tokens writes beyond its window of {self.window.shape[1]} slots"
+            )
+        counts = jnp.arange(num_tokens)[None] < self.length[:, None]
+        return jnp.where(counts, self.window[:, :num_tokens], 0)
+
+    def positions(self, num_tokens: int) -> Int[Array, "b t"]:
+        """Positions of the tokens."""
+        return self.start[:, None] + jnp.arange(num_tokens)[None]
 
 
 def forward(
@@ -59,9 +74,7 @@ def forward(
     Returns:
         States after the final norm (`apply_head` gives logits), and the pools.
     """
-    if placement.slots.shape != tokens.shape:
-        raise ValueError(f"every token needs a slot: got slots {placement.slots.shape}, tokens {tokens.shape}")
-    x, angles = params.embed[tokens], placement.angles(config)
+    x, angles = params.embed[tokens], rope_angles(config, placement.positions(tokens.shape[1]))
     first = 0
     for stack in (params.dense, params.moe):
         if stack is not None:
@@ -102,15 +115,9 @@ def mtp_forward(
     # Module d pairs position i with token i + d + 1; it keeps that pair at i + d, where the token is the next one
     # as in every other layer, so its cache begins at position d.
     index = (jnp.int32(module), jnp.int32(config.num_layers + module), module)
+    angles = rope_angles(config, placement.positions(tokens.shape[1]))
     x, cache = _layer(
-        parts.layer,
-        mtp.layer.mlp.experts,
-        index,
-        config,
-        joined @ parts.eh_proj,
-        placement.angles(config),
-        cache,
-        placement,
+        parts.layer, mtp.layer.mlp.experts, index, config, joined @ parts.eh_proj, angles, cache, placement
     )
     return rms_norm(x, parts.norm, eps), cache
 
@@ -169,10 +176,9 @@ def _attention(
     """Absorbed MLA: queries move into the latent space, so attention reads latents and never expands keys."""
     q_nope, q_rope = project_queries(attn, config, x, angles)
     latent, rope = project_latents(attn, config, x, angles)
-    pools = latent_append(cache.latent, cache.rope, layer, placement.slots, latent, rope)
+    pools = latent_append(cache.latent, cache.rope, layer, placement.slots(x.shape[1]), latent, rope)
     q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, attn.k_up)
-    attended = paged_mla(
-        q_latent, q_rope, *pools, layer, placement.page_ids, placement.start, config.softmax_scale, first
-    )
+    where = (layer, placement.page_ids, placement.start, placement.length)
+    attended = paged_mla(q_latent, q_rope, *pools, *where, config.softmax_scale, first)
     values = jnp.einsum("bthc,hcv->bthv", attended, attn.v_up)
     return project_output(attn, values), KVCache(*pools)

@@ -268,7 +268,7 @@ def stop_and_limit(
     """
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     limit = jnp.minimum(num_emitted, room)
-    is_stop = jnp.any(tokens[:, :, None] == stop_ids[:, None, :], axis=-1) & (place < limit[:, None])
+    is_stop = jnp.any(tokens[:, :, None] == stop_ids[:, None, :], axis=-1)
     through_stop = jnp.min(jnp.where(is_stop, place + 1, tokens.shape[1] + 1), axis=1)
     stopped = through_stop <= limit
     return jnp.minimum(through_stop, limit), stopped, ~stopped & (num_emitted >= room)

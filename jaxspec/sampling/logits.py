@@ -46,10 +46,9 @@ def _sampled_log_probs(logits: Float[Array, "b t v"], sampling: SamplingState) -
     exponential can overflow, whatever the temperature (field cases i10 and c3).
     """
     greedy = sampling.is_greedy
-    # A greedy row's result is replaced below; 1 keeps its zero temperature out of the division.
-    temperature = jnp.where(greedy, 1, sampling.temperature)[:, None, None]
     logits = logits.astype(jnp.float32)
-    gaps = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature
+    # Greedy rows divide by zero here and hold nonsense until the last line replaces them.
+    gaps = (jnp.max(logits, axis=-1, keepdims=True) - logits) / sampling.temperature[:, None, None]
     gaps = jnp.where(gaps <= -jnp.log(sampling.min_p)[:, None, None], gaps, jnp.inf)
     uses_top_k = jnp.any((sampling.top_k > 0) & ~greedy)
     gaps = jax.lax.cond(uses_top_k, _keep_top_k, _keep_all, gaps, sampling)

@@ -15,13 +15,14 @@ def paged_mla(
     layer: Int[Array, ""],
     page_ids: Int[Array, "b m"],
     start: Int[Array, "b"],
+    length: Int[Array, "b"],
     scale: float,
     first: int = 0,
 ) -> Float[Array, "b t h c"]:
     """Absorbed MLA: softmax(scale * (q_latent . latent + q_rope . rope)) over the cache, times the latents.
 
-    Query j of row b stands at position `start[b] + j` and sees the positions from `first` up to its own, all of
-    which must be in the cache already. Values the row may not see change nothing, not even as NaN.
+    Query j < length[b] of row b stands at position `start[b] + j` and sees the positions from `first` up to its
+    own, all of which must be in the cache already. Values the row may not see change nothing, not even as NaN.
 
     Args:
         q_latent: queries absorbed into the latent space.
@@ -31,6 +32,7 @@ def paged_mla(
         layer: which layer of the pools to read.
         page_ids: pages of each row in order of position; ids beyond the positions in use are not read.
         start: position of the first query of each row.
+        length: how many queries of each row count; the others give nothing of use, but nothing that is not finite.
         scale: multiplies the scores.
         first: positions below it are seen by no query.
 
@@ -52,4 +54,4 @@ def paged_mla(
     room = page_ids.shape[1] * latent_pool.shape[2]
     if q_latent.shape[1] > room:
         raise ValueError(f"{q_latent.shape[1]} query tokens do not fit a table of {room} slots per row")
-    return paged_mla_reference(q_latent, q_rope, latent_pool, rope_pool, layer, page_ids, start, scale, first)
+    return paged_mla_reference(q_latent, q_rope, latent_pool, rope_pool, layer, page_ids, start, length, scale, first)

@@ -17,6 +17,7 @@ def paged_mla_reference(
     layer: Int[Array, ""],
     page_ids: Int[Array, "b m"],
     start: Int[Array, "b"],
+    length: Int[Array, "b"],
     scale: float,
     first: int = 0,
 ) -> Float[Array, "b t h c"]:
@@ -28,7 +29,9 @@ def paged_mla_reference(
     page_size = latent_pool.shape[2]
     pages = max(1, min(BLOCK_TOKENS // page_size, page_ids.shape[1]))
     page_ids = jnp.pad(page_ids, ((0, 0), (0, -page_ids.shape[1] % pages)))
-    last = start[:, None] + jnp.arange(num_queries)[None]  # the last position each query sees
+    end = start + length
+    # The last position each query sees; -1 in a row without queries.
+    last = jnp.minimum(start[:, None] + jnp.arange(num_queries)[None], jnp.where(length > 0, end, 0)[:, None] - 1)
 
     def visit(block: Array, softmax: tuple) -> tuple:
         ids = lax.dynamic_slice_in_dim(page_ids, block * pages, pages, axis=1)
@@ -44,7 +47,7 @@ def paged_mla_reference(
 
     shape = (batch, num_queries, heads)
     softmax = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width)))
-    num_blocks = jnp.max(last) // (pages * page_size) + 1
+    num_blocks = (jnp.max(last) + pages * page_size) // (pages * page_size)
     _, total, weighted = lax.fori_loop(0, num_blocks, visit, softmax)
     return (weighted / jnp.where(total > 0, total, 1)[..., None]).astype(q_latent.dtype)
 

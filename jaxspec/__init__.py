@@ -4,6 +4,10 @@
 paged model, `prefill` and `decode_round` advance a batch of rows, `generate` is the whole loop as one program.
 """
 
+from jaxspec.devices import use_cpu_without_driver
+
+use_cpu_without_driver()
+
 from jaxspec.cache import KVCache
 from jaxspec.checkpoint import load
 from jaxspec.config import ModelConfig, SpeculativeConfig

@@ -14,7 +14,7 @@ from jaxspec.sampling.params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit status: 0, 1 if some request failed, 2 if nothing could run."""
+    """Runs a command line; returns its exit status: 0, 1 where outputs say what failed, 2 where there are none."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -48,6 +48,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         prompts += _read_prompts(arguments.prompts_file)
     if not prompts:
         raise ValueError("no prompt: give --prompt or --prompts-file")
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise ValueError(f"--output: got {arguments.output}, expected a file in a folder that exists")
     params = SamplingParams(temperature=arguments.temperature, seed=arguments.seed, max_tokens=arguments.max_tokens)
     speculative = {
         "num_speculative_tokens": arguments.num_speculative_tokens,
@@ -69,7 +71,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _read_prompts(path: Path) -> list[Any]:
     """Texts or token-id lists, one a line; blank lines are skipped."""
-    lines = [(n, line) for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    # Not splitlines: it also ends lines at characters that texts and JSON strings may hold, U+2028 or a form feed.
+    text = path.read_text(encoding="utf-8-sig")
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if path.suffix != ".jsonl":
         return [line for _, line in lines]
     return [_read_json_prompt(path, number, line) for number, line in lines]
@@ -81,12 +85,13 @@ def _read_json_prompt(path: Path, number: int, line: str) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
     if isinstance(value, dict):
-        value = value.get("prompt", value.get("prompt_token_ids"))
-    if not isinstance(value, (str, list)):
-        raise ValueError(
-            f"{path}, line {number}: expected a text, or an object with prompt or prompt_token_ids, got {line:.80}"
-        )
-    return value
+        value = value["prompt"] if value.get("prompt") is not None else value.get("prompt_token_ids")
+    if isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value)):
+        return value
+    raise ValueError(
+        f"{path}, line {number}: got {line:.80}, expected a text, a list of token ids, or an object with one of them "
+        "as prompt or prompt_token_ids"
+    )
 
 
 def _as_object(output: RequestOutput) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from jaxtyping import install_import_hook
 install_import_hook(["jaxspec", "pallas_kernels"], "typecheck.checked")
 
 import jax
+import jaxtyping
 import pytest
 from fixtures import SOFT_NOISE, write_cyc, write_rnd
 
@@ -24,6 +25,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def key():
     """A fixed random key."""
     return jax.random.key(0)
+
+
+@pytest.fixture
+def unchecked_annotations():
+    """Annotations as users have them, unchecked: bad shapes reach the library's own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

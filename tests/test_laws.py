@@ -129,9 +129,9 @@ def test_5_an_exhausted_pool_stalls_and_never_corrupts(checkpoints):
 
 
 def test_5_a_prompt_without_pages_fails_alone(checkpoints):
-    run = step_through(checkpoints["soft-hit"], [[1, 2], list(range(20)), [9]], 6, spec_of(2), num_pages=8)
-    assert run.finish == ["length", "error", "length"]
-    assert run.tokens == [counting([2], 6), [], counting([9], 6)]
+    run = step_through(checkpoints["soft-hit"], [[1, 2], [9], list(range(20))], 6, spec_of(3), num_pages=6)
+    assert run.finish == ["length", "length", "error"]
+    assert run.tokens == [counting([2], 6), counting([9], 6), []]
 
 
 def test_5_when_no_row_can_go_on_the_loop_ends(checkpoints):
@@ -170,7 +170,7 @@ def test_6_drafts_come_from_a_fresh_cache(checkpoints, name):
         return state
 
     _drive(model, prompts, params, spec, committed, check)
-    assert checked > 30
+    assert checked > 20
 
 
 def _drive(model, prompts, params, spec, committed, check):

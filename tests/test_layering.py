@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "pallas_kernels": 0,
     "jaxspec.config": 0,
+    "jaxspec.devices": 0,
     "jaxspec.sampling": 1,
     "jaxspec.cache": 1,
     "jaxspec.models": 2,

@@ -81,9 +81,9 @@ def test_very_negative_scores_are_a_softmax_like_any_other():
     """Field case i4: a finite mask value would lie above valid scores of -1e5."""
     starts, lengths = [9, 30], [1, 1]
     arrays = scene(starts, lengths, 1)
-    arrays[0][:] = 0
+    arrays[0][:] = arrays[1][:] = 0
     arrays[1][..., 0] = -1.0
-    arrays[3][..., 0] = 1e5 + np.arange(SIZE)  # the slots of a page differ
+    arrays[3][..., 0] = 1e5 + np.arange(SIZE)  # the slots of a page differ, exactly in float32
     expected = reference(*arrays, starts, lengths, 1.0)
     np.testing.assert_allclose(attend(arrays, starts, lengths, 1.0), expected, atol=1e-5)
 
@@ -93,7 +93,7 @@ def test_a_row_without_queries_reads_nothing():
     assert (attend(arrays, [0], [0], 1.0) == 0).all()
 
 
-def test_shapes_that_do_not_belong_together_are_refused():
+def test_shapes_that_do_not_belong_together_are_refused(unchecked_annotations):
     q_latent, q_rope, latent, rope, ids = (jnp.asarray(x) for x in scene([0], [1], 1))
     where = (jnp.int32(0), ids, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32))
     with pytest.raises(ValueError, match=r"got \(2, 40, 4\) and \(2, 39, 4\)"):

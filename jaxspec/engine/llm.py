@@ -13,20 +13,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 from tqdm.auto import tqdm
 
 from jaxspec.cache import KVCache
 from jaxspec.checkpoint import load, load_tokenizer
-from jaxspec.config import SpeculativeConfig
+from jaxspec.checkpoint.reader import read_config
+from jaxspec.config import ModelConfig, SpeculativeConfig
 from jaxspec.decoding.loop import Generation, generate
-from jaxspec.decoding.state import DecodeState, Finish, init_state, pages_per_row
+from jaxspec.decoding.state import Finish, init_state, pages_per_row
 from jaxspec.drafters import DRAFTERS
 from jaxspec.engine.outputs import FINISH_REASONS, CompletionOutput, Metrics, RequestOutput
 from jaxspec.engine.requests import Prompt, Request, as_params, as_prompts, make_request
+from jaxspec.models.params import Params
 from jaxspec.sampling.params import SamplingParams, SamplingState
 
-_GENERATE = jax.jit(generate, static_argnames=("config", "spec", "max_new_tokens"), donate_argnames=("state",))
 _SMALLEST_BUCKET = 16
+
+
+def _generate_wave(
+    params: Params,
+    cache: KVCache,
+    sampling: SamplingState,
+    prompts: Int[Array, "b t"],
+    lengths: Int[Array, "b"],
+    limits: Int[Array, "b"],
+    *,
+    config: ModelConfig,
+    spec: SpeculativeConfig,
+    max_model_len: int,
+    max_new_tokens: int,
+) -> tuple[KVCache, Generation]:
+    """A whole wave: the rows are made inside, so that the pools are all that is donated and handed back."""
+    state = init_state(config, spec, cache, sampling, max_model_len)
+    state, generation = generate(params, config, spec, state, prompts, lengths, limits, max_new_tokens)
+    return state.cache, generation
+
+
+_GENERATE_WAVE = jax.jit(
+    _generate_wave, static_argnames=("config", "spec", "max_model_len", "max_new_tokens"), donate_argnames="cache"
+)
 
 
 def bundled_checkpoint() -> Path:
@@ -69,24 +95,20 @@ class LLM:
     ) -> None:
         path = bundled_checkpoint() if model is None else Path(model)
         self.spec = _as_spec(speculative_config)
-        if isinstance(dtype, str) and dtype == "auto":
-            dtype = jnp.float32 if jax.default_backend() == "cpu" else None
-        self.config, self.params = load(path, dtype)
+        self.max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
+        self.page_size = _at_least_one("page_size", page_size)
+        self._seeds = None if seed is None else np.random.default_rng(seed)
+        # Whatever can be refused without the weights is refused before they are read.
+        self.config = read_config(path)
         if self.spec.num_speculative_tokens:
             DRAFTERS[self.spec.method].check(self.config)
         self.tokenizer = load_tokenizer(path, self.config.vocab_size)
-        self.max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
-        self.page_size = _at_least_one("page_size", page_size)
         self.max_model_len = self._limit(max_model_len)
-        per_row = pages_per_row(self.max_model_len, self.spec.num_speculative_tokens, self.page_size)
-        self.num_pages = self.max_num_seqs * per_row + 1 if num_pages is None else num_pages
-        if self.num_pages < per_row + 1:
-            raise ValueError(
-                f"num_pages: got {self.num_pages}, expected at least {per_row + 1}: one request of max_model_len "
-                f"{self.max_model_len} with {self.spec.num_speculative_tokens} drafts, and the scratch page"
-            )
+        self.num_pages = self._pool(num_pages)
+        if isinstance(dtype, str) and dtype == "auto":
+            dtype = jnp.float32 if jax.default_backend() == "cpu" else None
+        self.config, self.params = load(path, dtype)
         self._cache: KVCache | None = None
-        self._seeds = None if seed is None else np.random.default_rng(seed)
         self._programs: dict[tuple, Any] = {}
         self._metrics = Metrics()
 
@@ -142,9 +164,20 @@ class LLM:
         own = self.config.max_position_embeddings
         if max_model_len is None:
             return min(own, 4096)
-        if not 2 <= max_model_len <= own:
+        if not 2 <= _at_least_one("max_model_len", max_model_len) <= own:
             raise ValueError(f"max_model_len: got {max_model_len}, expected 2..{own} (the model's own limit)")
         return max_model_len
+
+    def _pool(self, num_pages: int | None) -> int:
+        per_row = pages_per_row(self.max_model_len, self.spec.num_speculative_tokens, self.page_size)
+        if num_pages is None:
+            return self.max_num_seqs * per_row + 1
+        if _at_least_one("num_pages", num_pages) < per_row + 1:
+            raise ValueError(
+                f"num_pages: got {num_pages}, expected at least {per_row + 1}: one request of max_model_len "
+                f"{self.max_model_len} with {self.spec.num_speculative_tokens} drafts, and the scratch page"
+            )
+        return num_pages
 
     def _pages(self, request: Request) -> int:
         most = len(request.token_ids) + request.max_new_tokens
@@ -166,25 +199,27 @@ class LLM:
             yield wave
 
     def _run_wave(self, wave: list[Request]) -> list[RequestOutput]:
-        state, prompts, lengths, limits, max_new_tokens = self._batch(wave)
-        arguments = (self.params, self.config, self.spec, state, prompts, lengths, limits, max_new_tokens)
+        arguments, max_new_tokens = self._batch(wave)
         started = time.perf_counter()
-        program = self._compiled(arguments)
+        program = self._compiled(arguments, max_new_tokens)
         compiled = time.perf_counter()
         self._cache = None  # donated: gone if the program fails, and then made anew
-        state, generation = program(self.params, state, prompts, lengths, limits)
-        generation = jax.device_get(generation)
+        cache, generation = program(*arguments)
+        found = jax.device_get(vars(generation))
         decoded = time.perf_counter()
-        self._cache = state.cache
-        outputs = [self._output(request, generation, row) for row, request in enumerate(wave)]
+        self._cache = cache
+        outputs = [
+            self._output(request, {name: rows[row] for name, rows in found.items()})
+            for row, request in enumerate(wave)
+        ]
         total = sum((out.metrics for out in outputs), Metrics())
         self._metrics += dataclasses.replace(
             total, seconds_compile=compiled - started, seconds_decode=decoded - compiled
         )
         return outputs
 
-    def _batch(self, wave: list[Request]) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array, int]:
-        """Arrays of a wave, padded to buckets so that few shapes are ever compiled."""
+    def _batch(self, wave: list[Request]) -> tuple[tuple, int]:
+        """A wave's arguments, padded to buckets so that few shapes are ever compiled, and its output's width."""
         rows = _bucket(len(wave), 1, self.max_num_seqs)
         width = _bucket(max(len(r.token_ids) for r in wave), _SMALLEST_BUCKET, self.max_model_len)
         max_new_tokens = _bucket(max(r.max_new_tokens for r in wave), _SMALLEST_BUCKET, self.max_model_len)
@@ -199,28 +234,34 @@ class LLM:
         sampling += [(SamplingParams(temperature=0.0), 0, ())] * (rows - len(wave))
         cache = self._cache
         if cache is None:
-            dtype = self.params.embed.dtype
-            cache = KVCache.create(self.config, self.num_pages, self.page_size, dtype)
-        stacked = SamplingState.stack(sampling, num_stop_ids)
-        state = init_state(self.config, self.spec, cache, stacked, self.max_model_len)
-        return state, *jax.device_put((prompts, lengths, limits)), max_new_tokens
+            cache = KVCache.create(self.config, self.num_pages, self.page_size, self.params.embed.dtype)
+        arrays = jax.device_put((prompts, lengths, limits))
+        return (self.params, cache, SamplingState.stack(sampling, num_stop_ids), *arrays), max_new_tokens
 
     def _seed(self, params: SamplingParams) -> int:
         if params.seed is not None:
             return params.seed
         return secrets.randbits(63) if self._seeds is None else int(self._seeds.integers(2**63))
 
-    def _compiled(self, arguments: tuple) -> Any:
+    def _compiled(self, arguments: tuple, max_new_tokens: int) -> Any:
         """The program for these shapes, compiled when they are new."""
-        _, _, _, state, prompts, _, _, max_new_tokens = arguments
-        key = (prompts.shape, state.sampling.stop_ids.shape, max_new_tokens)
+        _, _, sampling, prompts, _, _ = arguments
+        key = (prompts.shape, sampling.stop_ids.shape, max_new_tokens)
         if key not in self._programs:
-            self._programs[key] = _GENERATE.lower(*arguments).compile()
+            lowered = _GENERATE_WAVE.lower(
+                *arguments,
+                config=self.config,
+                spec=self.spec,
+                max_model_len=self.max_model_len,
+                max_new_tokens=max_new_tokens,
+            )
+            self._programs[key] = lowered.compile()
         return self._programs[key]
 
-    def _output(self, request: Request, generation: Generation, row: int) -> RequestOutput:
-        finish = Finish(int(generation.finish[row]))
-        ids = generation.tokens[row, : generation.num_tokens[row]].tolist()
+    def _output(self, request: Request, found: dict[str, np.ndarray]) -> RequestOutput:
+        """From the request's row of each field of `Generation`, on the host."""
+        finish = Finish(int(found["finish"]))
+        ids = found["tokens"][: found["num_tokens"]].tolist()
         shown = ids[:-1] if finish == Finish.STOP else ids
         error = "the model gave logits that are not finite" if finish == Finish.ERROR else None
         completion = CompletionOutput(
@@ -230,11 +271,11 @@ class LLM:
             finish_reason=FINISH_REASONS[finish],
             stop_reason=ids[-1] if finish == Finish.STOP and ids[-1] in request.params.stop_token_ids else None,
         )
-        accepted = np.asarray(generation.accepted_at[row], np.int64)
+        accepted = found["accepted_at"].tolist()
         metrics = Metrics(
-            num_drafts=int(generation.num_rounds[row]),
-            num_draft_tokens=int(generation.num_draft_tokens[row]),
-            num_accepted_tokens=int(accepted.sum()),
+            num_drafts=int(found["num_rounds"]),
+            num_draft_tokens=int(found["num_draft_tokens"]),
+            num_accepted_tokens=sum(accepted),
             num_accepted_tokens_per_pos=accepted,
             num_generated_tokens=len(ids),
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
-
-import numpy as np
 
 from jaxspec.decoding.state import Finish
 
@@ -71,7 +70,7 @@ class Metrics:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    num_accepted_tokens_per_pos: list[int] = dataclasses.field(default_factory=list)
     num_generated_tokens: int = 0
     seconds_compile: float = 0.0
     seconds_decode: float = 0.0
@@ -84,7 +83,7 @@ class Metrics:
     @property
     def acceptance_rate_per_position(self) -> list[float]:
         """Share of verifications that accepted the draft at each place."""
-        return [float(n) / max(self.num_drafts, 1) for n in self.num_accepted_tokens_per_pos]
+        return [n / max(self.num_drafts, 1) for n in self.num_accepted_tokens_per_pos]
 
     @property
     def tokens_per_second(self) -> float:
@@ -92,15 +91,11 @@ class Metrics:
         return self.num_generated_tokens / self.seconds_decode if self.seconds_decode else 0.0
 
     def __add__(self, other: Metrics) -> Metrics:
-        places = max(len(self.num_accepted_tokens_per_pos), len(other.num_accepted_tokens_per_pos))
-        total = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name in total.keys() - {"num_accepted_tokens_per_pos"}:
-            total[name] += getattr(other, name)
-        padded = [
-            np.pad(m.num_accepted_tokens_per_pos, (0, places - len(m.num_accepted_tokens_per_pos)))
-            for m in (self, other)
-        ]
-        return Metrics(**total | {"num_accepted_tokens_per_pos": padded[0] + padded[1]})
+        places = (self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos)
+        total = {"num_accepted_tokens_per_pos": [sum(place) for place in itertools.zip_longest(*places, fillvalue=0)]}
+        for name in {field.name for field in dataclasses.fields(self)} - total.keys():
+            total[name] = getattr(self, name) + getattr(other, name)
+        return Metrics(**total)
 
     def to_dict(self) -> dict[str, Any]:
         """All counts and rates as plain values."""

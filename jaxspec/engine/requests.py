@@ -58,7 +58,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
         ValueError: a list of another length, or of other things.
     """
     params = SamplingParams() if params is None else params
-    listed = [params] * count if isinstance(params, SamplingParams) else list(params)
+    listed = list(params) if isinstance(params, Sequence) else [params] * count
     if len(listed) != count:
         raise ValueError(f"sampling_params: expected one or {count}, one for each prompt, got {len(listed)}")
     wrong = [p for p in listed if not isinstance(p, SamplingParams)]
@@ -92,7 +92,10 @@ def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, 
         return (None if tokenizer is None else tokenizer.decode(ids)) if _plausible(ids) else None, ids
     if tokenizer is None:
         raise ValueError("the checkpoint has no tokenizer.json: got a text, expected a list of token ids")
-    return prompt, tokenizer.encode(prompt)
+    try:
+        return prompt, tokenizer.encode(prompt)
+    except Exception as error:  # The library raises bare Exception, or TypeError for what is no valid Unicode.
+        raise ValueError(f"the tokenizer refuses the prompt: got {prompt!r:.80}, expected text: {error}") from error
 
 
 def _plausible(ids: list[int]) -> bool:

@@ -13,7 +13,8 @@ from jaxspec.checkpoint import load
 from jaxspec.config import ModelConfig, SpeculativeConfig
 from jaxspec.decoding import DecodeState, RoundInfo, decode_round, generate, init_state, prefill
 from jaxspec.engine import LLM, RequestOutput
-from jaxspec.models.dense import apply_head, dense_forward
+from jaxspec.models.dense import dense_forward
+from jaxspec.models.primitives import apply_head
 from jaxspec.models.transformer import Placement, forward
 from jaxspec.sampling.params import SamplingParams, SamplingState
 

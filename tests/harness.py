@@ -78,6 +78,12 @@ def broken_laws(state: DecodeState) -> list[str]:
     return [law for law, broken in FAULTS((state.capacity, state.table), held).items() if bool(broken)]
 
 
+def check_laws(state: DecodeState) -> None:
+    laws = broken_laws(state)
+    if laws:
+        raise AssertionError(f"broken: {laws}")
+
+
 def step_through(
     model,
     prompts: Sequence[Sequence[int]],
@@ -102,12 +108,12 @@ def step_through(
     state, info = PREFILL(weights, config, spec, state, padded, lengths, limits)
     rounds = [info]
     while bool(state.running.any()) and len(rounds) < max_rounds:
-        assert broken_laws(state) == []
+        check_laws(state)
         state, info = ROUND(weights, config, spec, between(state))
         rounds.append(info)
         if bool(info.stalled.all() & state.running.all()):
             break
-    assert broken_laws(state) == []
+    check_laws(state)
     tokens = [[] for _ in prompts]
     for info in rounds:
         for row, count in enumerate(info.num_tokens.tolist()):

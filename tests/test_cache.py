@@ -109,6 +109,13 @@ def test_a_row_that_cannot_grow_stalls_and_records_nothing():
     assert broken(table_faults(ledger[1])) == []
 
 
+def test_a_row_that_wants_less_does_not_wait_for_one_that_wants_more():
+    ledger = make_ledger([8, 7], pages=6)  # 4 of 5 pages held
+    ledger, ok = ledger_ops.grant(ledger, every(ledger), 2)  # they want 2 more and 1 more
+    assert ok.tolist() == [False, True]
+    assert ledger[0].capacity.tolist() == [8, 12]
+
+
 def test_rows_that_need_no_page_run_though_the_pool_is_dry():
     ledger = make_ledger([8, 9], pages=6)
     ledger, ok = ledger_ops.grant(ledger, every(ledger), 1)

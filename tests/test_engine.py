@@ -146,14 +146,13 @@ def test_seeded_output_is_the_same_for_every_draft_length(engine):
 def test_seeded_output_is_the_same_alone_in_a_batch_and_after_others(engine):
     """Field case c7."""
     llm = engine("rnd")
-    alone = llm.generate(PROMPTS[5], PARAMS[5])
-    others = [SamplingParams(max_tokens=16)] * 8
+    long = dataclasses.replace(PARAMS[5], max_tokens=201)
+    alone = tokens(engine("rnd", max_model_len=256).generate(PROMPTS[5], long))[0]
     for _ in range(3):
-        llm.generate(PROMPTS, others)
-    in_batch = tokens(llm.generate(PROMPTS, PARAMS))
-    assert tokens(alone) == [in_batch[5]] == tokens(llm.generate(PROMPTS[5], PARAMS[5]))
-    other_seed = dataclasses.replace(PARAMS[5], seed=8)
-    assert tokens(llm.generate(PROMPTS[5], other_seed)) != tokens(alone)
+        llm.generate(PROMPTS, SamplingParams(max_tokens=16))
+    assert tokens(llm.generate(PROMPTS, PARAMS))[5] == alone[:16]
+    other_seed = [dataclasses.replace(params, seed=8) for params in PARAMS]
+    assert tokens(llm.generate(PROMPTS, other_seed))[5] != alone[:16]
 
 
 def test_the_rejection_rule_is_reproducible_by_seed(engine):
@@ -274,15 +273,14 @@ def test_drafts_are_right_however_the_module_gets_its_embedding(engine, name):
     assert output.metrics.acceptance_rate_per_position == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
-def test_wrong_drafts_are_never_accepted(engine, num_drafts):
+def test_wrong_drafts_are_never_accepted(engine):
     """Field case c11."""
-    output = engine("soft-miss", num_drafts).generate([9], greedy())[0]
+    output = engine("soft-miss").generate([9], greedy())[0]
     assert output.outputs[0].token_ids == counting([9], 13)
     assert output.metrics.num_drafts > 10
     assert output.metrics.num_accepted_tokens == 0
     assert output.metrics.mean_acceptance_length == 1.0
-    assert output.metrics.acceptance_rate_per_position == [0.0] * num_drafts
+    assert output.metrics.acceptance_rate_per_position == [0.0, 0.0, 0.0]
 
 
 def test_padding_rows_change_nothing(engine):
@@ -301,15 +299,15 @@ def test_padding_rows_change_nothing(engine):
 @pytest.mark.parametrize(
     ("options", "waves"),
     [
-        ({"max_num_seqs": 4}, [4, 4, 4]),
+        ({"max_num_seqs": 4}, [4, 4, 3]),
         # Requests of 2 pages but for the third, which needs 3. There are 8 and scratch.
-        ({"max_num_seqs": 8, "num_pages": 9}, [3, 4, 4, 1]),
+        ({"max_num_seqs": 8, "num_pages": 9}, [3, 4, 4]),
     ],
     ids=["few rows", "few pages"],
 )
 def test_more_prompts_than_fit_run_in_waves(engine, monkeypatch, options, waves):
     llm = engine("soft-mix", **{"num_pages": 41} | options)
-    prompts = [[(5 * n) % 64, (11 * n) % 64] for n in range(12)]
+    prompts = [[(5 * n) % 64, (11 * n) % 64] for n in range(11)]
     prompts[2] = list(range(16))
     seen, run_wave = [], llm._run_wave
     monkeypatch.setattr(llm, "_run_wave", lambda wave: seen.append(len(wave)) or run_wave(wave))
@@ -317,7 +315,7 @@ def test_more_prompts_than_fit_run_in_waves(engine, monkeypatch, options, waves)
     assert seen == waves
     assert tokens(outputs) == [counting(prompt, 16) for prompt in prompts]
     assert [output.prompt_token_ids for output in outputs] == prompts
-    assert [output.request_id for output in outputs] == [str(n) for n in range(12)]
+    assert [output.request_id for output in outputs] == [str(n) for n in range(11)]
 
 
 def test_a_second_pass_compiles_nothing(engine, compiled):
@@ -458,9 +456,10 @@ def test_a_request_that_cannot_run(engine, compiled, monkeypatch, prompt, params
     expected = tokens(llm.generate(PROMPTS, PARAMS))
     llm.reset_metrics()
     compiled.clear()
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=re.escape(message)):
+    with monkeypatch.context() as patch:
         patch.setattr(llm, "_run_wave", lambda _: pytest.fail("it ran"))
-        llm.generate([prompt], params)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            llm.generate([prompt], params)
     outputs = llm.generate([*PROMPTS[:3], prompt, *PROMPTS[3:]], [*PARAMS[:3], params, *PARAMS[3:]])
     assert compiled == []
     failed = outputs.pop(3)
@@ -472,8 +471,8 @@ def test_a_request_that_cannot_run(engine, compiled, monkeypatch, prompt, params
 
 
 def test_text_that_cannot_be_encoded_fails_alone(engine):
-    outputs = engine("eos").generate(["7 8", "seven", "\ud800", ""], greedy(3))
-    assert tokens(outputs) == [[9, 10, 11], [], [], []]
+    outputs = engine("eos").generate(["7 8", "seven", "\ud800", "", "8", "9"], greedy(3))
+    assert tokens(outputs) == [[9, 10, 11], [], [], [], [9, 10, 11], [10, 11, 12]]
     assert "the tokenizer refuses the prompt: got 'seven', expected text" in outputs[1].error
     assert "the tokenizer refuses the prompt: got '\\ud800'" in outputs[2].error
     assert "the prompt is empty" in outputs[3].error
@@ -483,7 +482,7 @@ def test_logits_that_are_not_finite_fail_alone(engine):
     prompts = [*PROMPTS[:6], [8, 77], PROMPTS[7]]
     expected = tokens(engine("rnd").generate(PROMPTS, PARAMS))
     outputs = engine("nan").generate(prompts, PARAMS)
-    assert 77 not in sum(expected, [])
+    assert not any(77 in row for row in expected)
     assert outputs[6].error == "the model gave logits that are not finite"
     assert (tokens(outputs)[6], reasons(outputs)[6]) == ([], "error")
     assert tokens(outputs)[:6] + tokens(outputs)[7:] == expected[:6] + expected[7:]

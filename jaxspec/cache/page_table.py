@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 
@@ -49,6 +50,9 @@ class PageTable:
 def grow(table: PageTable, target: Int[Array, "b"], width: int) -> tuple[PageTable, Bool[Array, "b"]]:
     """Brings every row to `target` pages if it holds fewer, in row order, all or nothing for each row.
 
+    A row that wants more than is left gets nothing, and those after it that want less go on: were they to wait for
+    it, it might wait for them.
+
     Args:
         table: the table.
         target: pages wanted by each row.
@@ -59,9 +63,7 @@ def grow(table: PageTable, target: Int[Array, "b"], width: int) -> tuple[PageTab
     """
     need = jnp.maximum(target - table.num_pages, 0)
     possible = (need <= width) & (target <= table.page_ids.shape[1])
-    asked = jnp.where(possible, need, 0)
-    # A row whose turn comes after the pool ran dry gets nothing; those that need nothing are content.
-    granted = possible & ((jnp.cumsum(asked) <= table.num_free) | (need == 0))
+    granted = possible & _fits(jnp.where(possible, need, 0), table.num_free)
     taken = jnp.where(granted, need, 0)
     first = jnp.cumsum(taken) - taken
     step = jnp.arange(width)[None]
@@ -76,6 +78,21 @@ def grow(table: PageTable, target: Int[Array, "b"], width: int) -> tuple[PageTab
         num_free=table.num_free - jnp.sum(taken),
     )
     return grown, granted
+
+
+def _fits(need: Int[Array, "b"], num_free: Int[Array, ""]) -> Bool[Array, "b"]:
+    """Rows that find their pages when they are served in order."""
+
+    def serve(left: Array, wanted: Array) -> tuple[Array, Array]:
+        fits = wanted <= left
+        return left - jnp.where(fits, wanted, 0), fits
+
+    # One by one only when the pool runs dry.
+    return lax.cond(
+        jnp.sum(need) <= num_free,
+        lambda: jnp.ones(need.shape, bool),
+        lambda: lax.scan(serve, num_free, need)[1],
+    )
 
 
 def shrink(table: PageTable, target: Int[Array, "b"], width: int) -> PageTable:

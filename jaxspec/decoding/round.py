@@ -13,8 +13,8 @@ from jaxspec.cache.page_table import slots_of
 from jaxspec.config import ModelConfig, SpeculativeConfig
 from jaxspec.decoding.state import DecodeState, Finish, RoundInfo, pages_per_row
 from jaxspec.drafters import DRAFTERS, Verified
-from jaxspec.models.dense import apply_head
 from jaxspec.models.params import Params
+from jaxspec.models.primitives import apply_head
 from jaxspec.models.transformer import Placement, forward
 from jaxspec.sampling.acceptance import ACCEPTANCE_RULES, Verdict, sample, stop_and_limit
 from jaxspec.sampling.logits import log_probs

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int
 from jaxspec.cache.kv_cache import KVCache
 from jaxspec.config import ModelConfig
 from jaxspec.drafters.protocol import Drafts, Verified
-from jaxspec.models.dense import apply_head
 from jaxspec.models.params import Params
+from jaxspec.models.primitives import apply_head
 from jaxspec.models.transformer import Placement, mtp_forward
 from jaxspec.sampling.acceptance import AcceptanceRule, Proposal
 from jaxspec.sampling.params import SamplingState

@@ -7,11 +7,13 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxspec.checkpoint import Tokenizer
 from jaxspec.config import ModelConfig
 from jaxspec.sampling.params import SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     )
 
 
-def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def as_params(params: Any, count: int) -> list[SamplingParams]:
     """One set of sampling parameters for each of `count` prompts.
 
     Raises:

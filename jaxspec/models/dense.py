@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import ModelConfig
 from jaxspec.models.params import MLP, Attention, Layer, MoE, Params
 from jaxspec.models.primitives import (
+    apply_head,
     project_latents,
     project_output,
     project_queries,
@@ -61,14 +62,6 @@ def dense_forward(params: Params, config: ModelConfig, tokens: Int[Array, "b t"]
         loads.append(load)
     expert_load = jnp.concatenate(loads) if loads else jnp.zeros((0, config.n_routed_experts))
     return DenseOutput(logits, hidden, mtp_logits, expert_load)
-
-
-def apply_head(
-    params: Params, hidden: Float[Array, "*b hidden"], own: Float[Array, "hidden vocab"] | None = None
-) -> Float[Array, "*b vocab"]:
-    """Float32 logits by the head given, else the trunk's, else the tied embedding."""
-    head = own if own is not None else params.embed.T if params.head is None else params.head
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
 def _layer(

@@ -1,4 +1,4 @@
-"""Pieces every model uses: RMSNorm, rotary embedding, SwiGLU, the latent projections of MLA, the router."""
+"""Pieces every model uses: RMSNorm, SwiGLU, the head, rotary embedding, the latent projections of MLA, the router."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig, YarnConfig
-from jaxspec.models.params import MLP, Attention, MoE
+from jaxspec.models.params import MLP, Attention, MoE, Params
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*b d"]:
@@ -22,6 +22,14 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> 
 def swiglu(x: Float[Array, "*b hidden"], mlp: MLP) -> Float[Array, "*b hidden"]:
     """down(silu(gate(x)) * up(x))."""
     return (jax.nn.silu(x @ mlp.gate) * (x @ mlp.up)) @ mlp.down
+
+
+def apply_head(
+    params: Params, hidden: Float[Array, "*b hidden"], own: Float[Array, "hidden vocab"] | None = None
+) -> Float[Array, "*b vocab"]:
+    """Float32 logits by the head given, else the trunk's, else the tied embedding."""
+    head = own if own is not None else params.embed.T if params.head is None else params.head
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
 def rope_frequencies(rope: RopeConfig, dim: int) -> tuple[Float[Array, "half"], float]:

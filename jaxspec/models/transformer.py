@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -34,12 +32,14 @@ class Placement:
         start: position of each row's first token; all before it is in the cache.
         length: how many tokens of each row count. The others are computed, and change nothing.
         window: slots of the positions from `start` on, as many as the whole round may write.
+        first: where the layer's cache begins; positions before it hold nothing.
     """
 
     page_ids: Int[Array, "b m"]
     start: Int[Array, "b"]
     length: Int[Array, "b"]
     window: Int[Array, "b w"]
+    first: int = struct.field(pytree_node=False, default=0)
 
     def slots(self, num_tokens: int) -> Int[Array, "b t"]:
         """Where each token's latents go: its slot of the window, or the scratch page if it does not count.
@@ -114,7 +114,8 @@ def mtp_forward(
     joined = jnp.concatenate([rms_norm(embed[tokens], parts.enorm, eps), rms_norm(below, parts.hnorm, eps)], axis=-1)
     # Module d pairs position i with token i + d + 1; it keeps that pair at i + d, where the token is the next one
     # as in every other layer, so its cache begins at position d.
-    index = (jnp.int32(module), jnp.int32(config.num_layers + module), module)
+    placement = placement.replace(first=module)
+    index = (jnp.int32(module), jnp.int32(config.num_layers + module))
     angles = rope_angles(config, placement.positions(tokens.shape[1]))
     x, cache = _layer(
         parts.layer, mtp.layer.mlp.experts, index, config, joined @ parts.eh_proj, angles, cache, placement
@@ -135,7 +136,7 @@ def _run_stack(
     def step(carry: tuple, inputs: tuple) -> tuple:
         x, cache = carry
         layer, in_stack = inputs
-        return _layer(layer, experts, (in_stack, first + in_stack, 0), config, x, angles, cache, placement), None
+        return _layer(layer, experts, (in_stack, first + in_stack), config, x, angles, cache, placement), None
 
     layers = jnp.arange(stack.attn_norm.shape[0])
     carry, _ = jax.lax.scan(step, (x, cache), (_without_experts(stack), layers))
@@ -145,17 +146,17 @@ def _run_stack(
 def _layer(
     layer: Layer,
     experts: MLP | None,
-    index: tuple[Any, Any, int],
+    index: tuple[Int[Array, ""], Int[Array, ""]],
     config: ModelConfig,
     x: Float[Array, "b t hidden"],
     angles: Float[Array, "b t two half"],
     cache: KVCache,
     placement: Placement,
 ) -> tuple[Float[Array, "b t hidden"], KVCache]:
-    """One decoder layer. `index`: its place in the stack (for the experts), in the pools, its first position."""
-    in_stack, in_pool, first = index
+    """One decoder layer. `index` is its place in the stack (for the experts) and in the pools."""
+    in_stack, in_pool = index
     normed = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
-    attended, cache = _attention(layer.attn, in_pool, first, config, normed, angles, cache, placement)
+    attended, cache = _attention(layer.attn, in_pool, config, normed, angles, cache, placement)
     x = x + attended
     normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
     if isinstance(layer.mlp, MLP):
@@ -166,7 +167,6 @@ def _layer(
 def _attention(
     attn: Attention,
     layer: Int[Array, ""],
-    first: int,
     config: ModelConfig,
     x: Float[Array, "b t hidden"],
     angles: Float[Array, "b t two half"],
@@ -179,6 +179,6 @@ def _attention(
     pools = latent_append(cache.latent, cache.rope, layer, placement.slots(x.shape[1]), latent, rope)
     q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, attn.k_up)
     where = (layer, placement.page_ids, placement.start, placement.length)
-    attended = paged_mla(q_latent, q_rope, *pools, *where, config.softmax_scale, first)
+    attended = paged_mla(q_latent, q_rope, *pools, *where, config.softmax_scale, placement.first)
     values = jnp.einsum("bthc,hcv->bthv", attended, attn.v_up)
     return project_output(attn, values), KVCache(*pools)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jaxspec.engine import LLM, RequestOutput
 from jaxspec.sampling.params import SamplingParams
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding for MLA models in JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    generate = commands.add_parser("generate", help="complete prompts")
+    generate = commands.add_parser("generate", help="complete prompts", allow_abbrev=False)
     generate.set_defaults(run=_generate)
     add = generate.add_argument
     add("--model", help="folder of a Hugging Face checkpoint (default: the small model that comes along)")
@@ -65,7 +65,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"outputs": [_as_object(output) for output in outputs], "metrics": metrics}))
     else:
-        _show(outputs, metrics, sys.stdout)
+        _show(outputs, metrics)
     return 1 if any(output.error is not None for output in outputs) else 0
 
 
@@ -105,17 +105,16 @@ def _as_object(output: RequestOutput) -> dict[str, Any]:
     return found if output.error is None else found | {"error": output.error}
 
 
-def _show(outputs: Sequence[RequestOutput], metrics: dict[str, Any], out: TextIO) -> None:
+def _show(outputs: Sequence[RequestOutput], metrics: dict[str, Any]) -> None:
     for output in outputs:
         if output.error is not None:
-            print(f"[request {output.request_id} failed: {output.error}]\n", file=out)
+            print(f"[request {output.request_id} failed: {output.error}]\n")
             continue
         prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
-        print(f"{prompt}{output.outputs[0].text}\n", file=out)
+        print(f"{prompt}{output.outputs[0].text}\n")
     rates = ", ".join(f"{rate:.0%}" for rate in metrics["acceptance_rate_per_position"]) or "none"
     print(
         f"{metrics['num_generated_tokens']} tokens at {metrics['tokens_per_second']:.0f} tokens/s "
         f"(compiled in {metrics['seconds_compile']:.1f} s); {metrics['mean_acceptance_length']:.2f} tokens per "
-        f"verification, drafts accepted by position: {rates}",
-        file=out,
+        f"verification, drafts accepted by position: {rates}"
     )

@@ -1,16 +1,21 @@
 """What comes along: the trained checkpoint, its trainer, the notebook's two forms."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import jupytext
+import numpy as np
 import pytest
 import torch
+from fixtures import write_rnd
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jaxspec import LLM, SamplingParams
+from jaxspec import LLM, SamplingParams, dense_forward, load
 from jaxspec.engine import bundled_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +53,22 @@ def test_the_cards_figures_are_those_measured():
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["bits_per_byte"] <= 1.15
     assert f"{evaluation['bits_per_byte']:.3f}" in (folder / "README.md").read_text()
+
+
+def test_the_trainers_loss_is_the_dense_twins(tmp_path, monkeypatch):
+    """The fast form of the loss against plain cross-entropy of `dense_forward`, in float32 both."""
+    monkeypatch.syspath_prepend(ROOT / "checkpoints")
+    fast_forward = importlib.import_module("fast_forward")
+    monkeypatch.setattr(fast_forward, "mixed_matmul", lambda x, weight: x @ weight)
+    config, params = load(write_rnd(tmp_path / "rnd"))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 128, (2, 18)), jnp.int32)
+    main, mtp, loads = jax.jit(fast_forward.losses, static_argnums=1)(params, config, tokens)
+    dense = dense_forward(params, config, tokens)
+    for loss, logits, ahead in ((main, dense.logits, 1), (mtp, dense.mtp_logits[0], 2)):
+        log_p = jax.nn.log_softmax(logits[:, :16])
+        labels = tokens[:, ahead : 16 + ahead]
+        np.testing.assert_allclose(loss, -jnp.mean(jnp.take_along_axis(log_p, labels[..., None], -1)), rtol=1e-5)
+    assert loads.shape == dense.expert_load.shape
 
 
 @pytest.mark.slow

@@ -228,10 +228,9 @@ def test_options_reach_the_engine(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "LLM", Stub)
     assert cli.main(["generate", "--prompt", "a", "--prompt", "b"]) == 2
-    arguments = (
-        "--model m --num-speculative-tokens 2 --verification rejection --max-tokens 7 --temperature 0.5 --seed 9"
-    )
-    assert cli.main(["generate", "--prompt", "a", *arguments.split()]) == 2
+    speculation = "--num-speculative-tokens 2 --verification rejection"
+    arguments = f"generate --prompt a --model m --max-tokens 7 --temperature 0.5 --seed 9 {speculation}"
+    assert cli.main(arguments.split()) == 2
     assert capsys.readouterr().err == "jaxspec: error: stop here\n" * 2
     params = cli.SamplingParams
     assert seen == [

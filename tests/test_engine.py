@@ -168,12 +168,12 @@ def test_unseeded_runs_differ_and_show_no_cycle(engine):
     llm = engine("flat", max_model_len=256)
     runs = [llm.generate([7, 8, 9], SamplingParams(max_tokens=201))[0] for _ in range(2)]
     one, other = tokens(runs)
-    # Equal by chance at 1 place in 128: ten are expected never, or once in 10^5 runs.
+    # By chance, 12 of 201 places are equal once in 10^7 runs, and 80 distinct tokens are five deviations away.
     assert sum(a == b for a, b in zip(one, other, strict=True)) < 12
     for run in runs:
         drawn = run.outputs[0].token_ids
         assert len(set(drawn)) > 80
-        assert not any(drawn[period:] == drawn[:-period] for period in range(1, 200))
+        assert not any(drawn[period:] == drawn[:-period] for period in range(1, 101))
         assert run.metrics.acceptance_rate_per_position == [1.0, 1.0, 1.0]
 
 
@@ -406,8 +406,9 @@ def test_metrics_of_some_accepted_drafts(engine):
     total = llm.get_metrics()
     parts = sum((output.metrics for output in outputs), Metrics())
     assert dataclasses.replace(total, seconds_compile=0.0, seconds_decode=0.0) == parts
-    first, second, third = total.acceptance_rate_per_position
-    assert 1 > first > second > third > 0
+    rates = total.acceptance_rate_per_position
+    assert 1 > rates[0] >= rates[1] >= rates[2] > 0
+    assert rates[0] > rates[2]
     assert total.num_accepted_tokens == sum(total.num_accepted_tokens_per_pos) < total.num_draft_tokens
     assert total.mean_acceptance_length == 1 + total.num_accepted_tokens / total.num_drafts
 

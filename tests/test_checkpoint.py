@@ -22,6 +22,8 @@ from fixtures import (
 from safetensors.numpy import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from jaxspec import KVCache, Placement
+from jaxspec import forward as paged_forward
 from jaxspec.checkpoint import CheckpointError, load, load_tokenizer, save_hf
 from jaxspec.checkpoint.shards import read_shard
 from jaxspec.config import ModelConfig
@@ -750,3 +752,22 @@ def test_chat_template_of_another_type(tokenizer_folder):
     (tokenizer_folder / "tokenizer_config.json").write_text('{"chat_template": 3}')
     with pytest.raises(CheckpointError, match="chat_template: got int, expected text"):
         load_tokenizer(tokenizer_folder, 300)
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32")]
+)
+def test_narrower_weights_may_stay_and_widen_in_use(tmp_path, stored, kept):
+    """`widen=False`: half the memory, and not one bit of the activations changes."""
+    folder = write_rnd(tmp_path / "rnd", dtype=stored)
+    (config, wide), (_, narrow) = load(folder, jnp.float32), load(folder, jnp.float32, widen=False)
+    assert narrow.embed.dtype == narrow.moe.mlp.experts.gate.dtype == stored
+    assert narrow.moe.mlp.router.dtype == jnp.float32
+    tokens = jnp.arange(6, dtype=jnp.int32)[None]
+    row = jnp.zeros(1, jnp.int32)
+    placement = Placement(jnp.arange(1, 3)[None], row, row + 6, 4 + jnp.arange(6)[None])
+    step = jax.jit(paged_forward, static_argnums=1)
+    pools = KVCache.create(config, 3, 4, jnp.float32)
+    hidden = [step(params, config, tokens, pools, placement)[0] for params in (wide, narrow)]
+    assert hidden[1].dtype == jnp.float32
+    np.testing.assert_allclose(hidden[0], hidden[1], rtol=1e-6, atol=1e-6)

@@ -37,8 +37,8 @@ class Capacity:
     @classmethod
     def create(cls, num_rows: int) -> Capacity:
         """Rows that hold nothing."""
-        none = jnp.zeros(num_rows, jnp.int32)
-        return cls(capacity=none, granted_drafts=none + NO_GRANT, slack=none)
+        capacity, slack = (jnp.zeros(num_rows, jnp.int32) for _ in range(2))
+        return cls(capacity=capacity, granted_drafts=jnp.full(num_rows, NO_GRANT, jnp.int32), slack=slack)
 
 
 Ledger = tuple[Capacity, PageTable]

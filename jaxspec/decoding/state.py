@@ -112,23 +112,24 @@ def init_state(
     rows, num_drafts = sampling.temperature.shape[0], spec.num_speculative_tokens
     width = ACCEPTANCE_RULES[spec.verification].proposal_width(config.vocab_size)
     shape = (rows, num_drafts)
-    zeros = jnp.zeros(rows, jnp.int32)
+    # An array of its own for every field: a caller may donate the state.
+    last_token, kv_len, limit, count, finish = (jnp.zeros(rows, jnp.int32) for _ in range(5))
     _, num_pages, page_size, _ = cache.latent.shape
     drafts = Drafts(
         tokens=jnp.zeros(shape, jnp.int32),
-        count=zeros,
+        count=count,
         proposal=Proposal(jnp.zeros((*shape, width), jnp.int32), jnp.zeros((*shape, width), jnp.float32)),
     )
     return DecodeState(
         cache=cache,
         table=PageTable.create(rows, pages_per_row(max_model_len, num_drafts, page_size), num_pages, page_size),
         capacity=Capacity.create(rows),
-        last_token=zeros,
-        kv_len=zeros,
-        limit=zeros,
+        last_token=last_token,
+        kv_len=kv_len,
+        limit=limit,
         drafts=drafts,
         drafter=DRAFTERS[spec.method].init_state(config, rows, num_drafts, cache.latent.dtype),
-        finish=zeros + Finish.EMPTY,
+        finish=finish + Finish.EMPTY,
         sampling=sampling,
         max_model_len=max_model_len,
     )

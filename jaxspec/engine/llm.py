@@ -23,7 +23,7 @@ from jaxspec.config import ModelConfig, SpeculativeConfig
 from jaxspec.decoding.loop import Generation, generate
 from jaxspec.decoding.state import Finish, init_state, pages_per_row
 from jaxspec.drafters import DRAFTERS
-from jaxspec.engine.outputs import FINISH_REASONS, CompletionOutput, Metrics, RequestOutput
+from jaxspec.engine.outputs import ERRORS, FINISH_REASONS, CompletionOutput, Metrics, RequestOutput
 from jaxspec.engine.requests import Prompt, Request, as_params, as_prompts, make_request
 from jaxspec.models.params import Params
 from jaxspec.sampling.params import SamplingParams, SamplingState
@@ -72,7 +72,9 @@ class LLM:
         max_model_len: most tokens of one request, prompt and output. None is the model's own limit, but at most
             4096.
         max_num_seqs: most requests decoded at once; more run in waves.
-        dtype: "auto" is float32 on a CPU and what the checkpoint stores elsewhere; or bfloat16, float16, float32.
+        dtype: of activations and KV cache: "auto" is float32 on a CPU and what the checkpoint stores elsewhere; or
+            bfloat16, float16, float32. Weights stored narrower stay so and widen where they are used, which changes
+            no result and halves what a step reads.
         page_size: tokens a page of the KV cache holds.
         num_pages: pages of the KV cache, the scratch page included. None holds `max_num_seqs` full requests.
         seed: makes the seeds of requests without one reproducible; None takes them from the operating system.
@@ -107,7 +109,8 @@ class LLM:
         self.num_pages = self._pool(num_pages)
         if isinstance(dtype, str) and dtype == "auto":
             dtype = jnp.float32 if jax.default_backend() == "cpu" else None
-        self.config, self.params = load(path, dtype)
+        self.config, self.params = load(path, dtype, widen=False)
+        self._activations = self.params.embed.dtype if dtype is None else jnp.dtype(dtype)
         self._cache: KVCache | None = None
         self._programs: dict[tuple, Any] = {}
         self._metrics = Metrics()
@@ -234,7 +237,7 @@ class LLM:
         sampling += [(SamplingParams(temperature=0.0), 0, ())] * (rows - len(wave))
         cache = self._cache
         if cache is None:
-            cache = KVCache.create(self.config, self.num_pages, self.page_size, self.params.embed.dtype)
+            cache = KVCache.create(self.config, self.num_pages, self.page_size, self._activations)
         arrays = jax.device_put((prompts, lengths, limits))
         return (self.params, cache, SamplingState.stack(sampling, num_stop_ids), *arrays), max_new_tokens
 
@@ -263,7 +266,6 @@ class LLM:
         finish = Finish(int(found["finish"]))
         ids = found["tokens"][: found["num_tokens"]].tolist()
         shown = ids[:-1] if finish == Finish.STOP else ids
-        error = "the model gave logits that are not finite" if finish == Finish.ERROR else None
         completion = CompletionOutput(
             index=0,
             text="" if self.tokenizer is None else self.tokenizer.decode(shown),
@@ -279,7 +281,9 @@ class LLM:
             num_accepted_tokens_per_pos=accepted,
             num_generated_tokens=len(ids),
         )
-        return RequestOutput("", request.text, list(request.token_ids), [completion], True, metrics, error)
+        return RequestOutput(
+            "", request.text, list(request.token_ids), [completion], True, metrics, ERRORS.get(finish)
+        )
 
 
 def _as_spec(given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig:

@@ -9,6 +9,10 @@ from typing import Any
 from jaxspec.decoding.state import Finish
 
 FINISH_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ERROR: "error", Finish.RUNNING: "error"}
+ERRORS = {
+    Finish.ERROR: "the model gave logits that are not finite",
+    Finish.RUNNING: "the KV cache had no page left to go on",
+}
 
 
 @dataclasses.dataclass(frozen=True)

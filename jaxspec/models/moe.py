@@ -71,7 +71,7 @@ def grouped_experts(
     k = chosen.shape[1]
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=experts.gate.shape[1]).astype(jnp.int32)
-    gate, up, down = (w[layer] for w in (experts.gate, experts.up, experts.down))
+    gate, up, down = (w[layer].astype(x.dtype) for w in (experts.gate, experts.up, experts.down))
     rows = x[order // k]
     inner = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
     out = lax.ragged_dot(inner, down, sizes) * weights.reshape(-1)[order][:, None].astype(x.dtype)

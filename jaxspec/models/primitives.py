@@ -131,7 +131,8 @@ def route(
     Returns:
         Weight and id of each chosen expert.
     """
-    scores = jax.nn.sigmoid(x.astype(jnp.float32) @ moe.router)
+    # Reduced precision, which accelerators use by default, would change the choice of experts.
+    scores = jax.nn.sigmoid(jnp.matmul(x.astype(jnp.float32), moe.router, precision=jax.lax.Precision.HIGHEST))
     choice = scores + moe.router_bias[None]
     if config.n_group > 1:
         choice = _keep_best_groups(choice, config.n_group, config.topk_group)

@@ -64,6 +64,8 @@ def forward(
 ) -> tuple[Float[Array, "b t hidden"], KVCache]:
     """Runs the trunk over tokens whose predecessors are cached, and caches them.
 
+    Activations have the pools' dtype. Weights may be stored narrower: they widen, exactly, where they are used.
+
     Args:
         params: the parameters.
         config: the architecture.
@@ -74,7 +76,8 @@ def forward(
     Returns:
         States after the final norm (`apply_head` gives logits), and the pools.
     """
-    x, angles = params.embed[tokens], rope_angles(config, placement.positions(tokens.shape[1]))
+    x = params.embed[tokens].astype(cache.latent.dtype)
+    angles = rope_angles(config, placement.positions(tokens.shape[1]))
     first = 0
     for stack in (params.dense, params.moe):
         if stack is not None:
@@ -111,7 +114,8 @@ def mtp_forward(
     embed = params.embed if mtp.embed is None else mtp.embed[module]
     parts = jax.tree.map(lambda w: w[module], mtp.replace(embed=None, head=None, layer=_without_experts(mtp.layer)))
     eps = config.rms_norm_eps
-    joined = jnp.concatenate([rms_norm(embed[tokens], parts.enorm, eps), rms_norm(below, parts.hnorm, eps)], axis=-1)
+    following = embed[tokens].astype(below.dtype)
+    joined = jnp.concatenate([rms_norm(following, parts.enorm, eps), rms_norm(below, parts.hnorm, eps)], axis=-1)
     # Module d pairs position i with token i + d + 1; it keeps that pair at i + d, where the token is the next one
     # as in every other layer, so its cache begins at position d.
     placement = placement.replace(first=module)

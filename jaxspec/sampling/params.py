@@ -44,7 +44,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -59,6 +59,8 @@ class SamplingParams:
             _require_int("seed", self.seed, 0, _SEED_MAX)
         if self.max_tokens is not None:
             _require_int("max_tokens", self.max_tokens, 1, _INT32_MAX)
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", ())
         is_list = isinstance(self.stop_token_ids, (list, tuple))
         _require(is_list, "stop_token_ids to be a list or tuple", self.stop_token_ids)
         for token in self.stop_token_ids:

@@ -114,7 +114,7 @@ figure, axes = plt.subplots(1, 2, figsize=(8, 5), sharey=True)
 for axis, state, title in zip(axes, (before, after), ("before the round", "after it"), strict=True):
     picture = axis.pcolormesh(slots(state), cmap=colours, vmin=-0.5, vmax=5.5, edgecolors="grey", linewidth=0.5)
     axis.set(title=f"{title}: kv_len {state.kv_len.tolist()}", xlabel="slot of the page")
-    axis.invert_yaxis()
+axes[0].invert_yaxis()
 axes[0].set_ylabel("page")
 bar = figure.colorbar(picture, ax=axes, ticks=range(6))
 bar.ax.set_yticklabels(names)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from jaxspec.cache import KVCache
 from jaxspec.checkpoint import load, load_tokenizer

@@ -1,5 +1,6 @@
 """Strict settings for every test: CPU only, shapes checked, rank promotion an error."""
 
+import gc
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -14,7 +15,7 @@ install_import_hook(["jaxspec", "pallas_kernels"], "typecheck.checked")
 import jax
 import jaxtyping
 import pytest
-from fixtures import SOFT_NOISE, write_cyc, write_rnd
+from fixtures import SOFT_NOISE, YARN, write_cyc, write_rnd
 
 from jaxspec.checkpoint import load
 
@@ -25,6 +26,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def key():
     """A fixed random key."""
     return jax.random.key(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def free_programs():
+    """Frees the programs a module compiled: each holds hundreds of memory maps, and Linux grants 65,530 a process."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
@@ -41,6 +50,7 @@ def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp("checkpoints")
     folders = {f"soft-{drafts}": write_cyc(root / drafts, drafts, SOFT_NOISE) for drafts in ("hit", "miss", "mix")}
     folders["rnd"] = write_rnd(root / "rnd")
+    folders["rnd-yarn"] = write_rnd(root / "rnd-yarn", rope_scaling=YARN)
     for modules in (2, 3):
         folders[f"rnd-{modules}"] = write_rnd(root / f"rnd-{modules}", num_nextn_predict_layers=modules)
     return {name: (folder, *load(folder)) for name, folder in folders.items()}

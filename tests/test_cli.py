@@ -28,7 +28,7 @@ METRICS = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """RND of at most 64 tokens, where token i is the word i."""
     folder = write_rnd(tmp_path_factory.mktemp("cli") / "rnd", max_position_embeddings=64)

@@ -66,7 +66,7 @@ def write_tokenizer(folder, vocab_size):
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folders(checkpoints, tmp_path_factory):
     """The shared checkpoints, and some that only this file needs."""
     root = tmp_path_factory.mktemp("engine")
@@ -85,7 +85,7 @@ def folders(checkpoints, tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(folders):
     """`engine(checkpoint, K)`: an LLM, the same one for the same arguments."""
 

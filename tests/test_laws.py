@@ -141,7 +141,7 @@ def test_5_when_no_row_can_go_on_the_loop_ends(checkpoints):
     assert broken_laws(state) == []
 
 
-@pytest.mark.parametrize("name", ["soft-hit", "soft-mix", "soft-miss", "rnd", "rnd-2", "rnd-3"])
+@pytest.mark.parametrize("name", ["soft-hit", "soft-mix", "soft-miss", "rnd", "rnd-yarn", "rnd-2", "rnd-3"])
 def test_6_drafts_come_from_a_fresh_cache(checkpoints, name):
     """The proposal's q after every round equals that of cache-free MTP modules on the committed tokens."""
     model = checkpoints[name]

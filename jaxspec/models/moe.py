@@ -43,8 +43,9 @@ def loop_over_used_experts(
 ) -> Float[Array, "n hidden"]:
     """One trip for every expert that some token chose, over all tokens, weighted by zero where not chosen.
 
-    On XLA's CPU backend this beats computing all experts, gathering the chosen ones' weights and `ragged_dot`
-    at every token count tried, 1 to 256: by 2 to 20 times at one token (benchmarks/moe.py).
+    On XLA's CPU backend, at 1 to 64 tokens, computing all experts and `ragged_dot` take 1.5 to 80 times as long, and
+    gathering the chosen ones' weights about as long at one token of a small model and 2 to 8 times as long elsewhere
+    (benchmarks/moe.py): no count of tokens is worth another way.
     """
     num_experts = experts.gate.shape[1]
     share = jnp.sum(jax.nn.one_hot(chosen, num_experts, dtype=x.dtype) * weights[..., None].astype(x.dtype), axis=1)

@@ -9,7 +9,7 @@ from harness import GREEDY, new_state, spec_of
 from oracles import reference_logits
 
 from jaxspec import KVCache, Placement, apply_head, dense_forward, forward, load
-from jaxspec.decoding import decode_round
+from jaxspec.decoding import decode_round, prefill
 from jaxspec.models import moe
 from jaxspec.models.params import MLP
 
@@ -118,3 +118,16 @@ def test_the_program_does_not_grow_with_depth(tmp_path):
         lowered = jax.jit(decode_round, static_argnums=(1, 2)).lower(params, config, spec_of(2), state)
         sizes.append(len(lowered.as_text().splitlines()))
     assert sizes[0] == sizes[1]
+
+
+def test_the_state_may_be_donated(tmp_path):
+    """No two fields share a buffer, neither in a new state nor in one that a step gave."""
+    config, params = load(write_rnd(tmp_path / "rnd"))
+    fill, step = (jax.jit(f, static_argnums=(1, 2), donate_argnums=3) for f in (prefill, decode_round))
+    row = jnp.array([3], jnp.int32)
+    state, _ = fill(
+        params, config, spec_of(2), new_state(config, spec_of(2), [GREEDY]), jnp.ones((1, 8), int), row, row + 9
+    )
+    for _ in range(2):
+        state, info = step(params, config, spec_of(2), state)
+    assert int(info.num_tokens[0]) >= 1

@@ -74,13 +74,14 @@ def make_request(
 ) -> Request:
     """Tokenises and checks one prompt. A fault is recorded in the request, so that the others can run."""
     try:
-        text, ids = _tokenise(prompt, tokenizer)
+        ids = _tokenise(prompt, tokenizer)
         _check_ids(ids, config.vocab_size, max_model_len)
         _check_stop_ids(params, config.vocab_size)
     except ValueError as error:
         shown = prompt if isinstance(prompt, str) else None
         known = () if isinstance(prompt, str) else tuple(i for i in prompt if _is_int(i))
         return Request(shown, known, params, error=str(error))
+    text = prompt if isinstance(prompt, str) else None if tokenizer is None else tokenizer.decode(ids)
     room = max_model_len - len(ids)
     wanted = room if params.max_tokens is None else params.max_tokens
     own = () if params.ignore_eos else config.eos_token_ids
@@ -88,20 +89,15 @@ def make_request(
     return Request(text, tuple(ids), params, stop_ids, min(wanted, room))
 
 
-def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if not isinstance(prompt, str):
-        ids = [int(i) for i in prompt]
-        return (None if tokenizer is None else tokenizer.decode(ids)) if _plausible(ids) else None, ids
+        return [int(i) for i in prompt]
     if tokenizer is None:
         raise ValueError("the checkpoint has no tokenizer.json: got a text, expected a list of token ids")
     try:
-        return prompt, tokenizer.encode(prompt)
+        return tokenizer.encode(prompt)
     except Exception as error:  # The library raises bare Exception, or TypeError for what is no valid Unicode.
         raise ValueError(f"the tokenizer refuses the prompt: got {prompt!r:.80}, expected text: {error}") from error
-
-
-def _plausible(ids: list[int]) -> bool:
-    return all(0 <= i < 2**31 for i in ids)
 
 
 def _check_ids(ids: list[int], vocab_size: int, max_model_len: int) -> None:

@@ -7,12 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxspec.families import FAMILIES, Family
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnConfig:
     """YaRN context extension (arXiv:2309.00071) with DeepSeek's two magnitude corrections.
 
-    `mscale / mscale_all_dim` scales cos and sin; `mscale_all_dim` squared scales the softmax.
+    `mscale / mscale_all_dim` scales cos and sin; `mscale_all_dim` squared scales the softmax. With
+    `llama_4_scaling_beta`, queries grow with the logarithm of how often the original context fits before them.
     """
 
     factor: float
@@ -23,13 +26,14 @@ class YarnConfig:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float | None = None
 
     def __post_init__(self) -> None:
         _require_number("YaRN factor", self.factor, at_least=1.0)
         _require_integer("YaRN original_max_position_embeddings", self.original_max_position_embeddings, at_least=1)
         _require_number("YaRN beta_slow", self.beta_slow, above=0.0)
         _require_number("YaRN beta_fast", self.beta_fast, at_least=self.beta_slow)
-        for name in ("mscale", "mscale_all_dim", "attention_factor"):
+        for name in ("mscale", "mscale_all_dim", "attention_factor", "llama_4_scaling_beta"):
             if getattr(self, name) is not None:
                 _require_number(f"YaRN {name}", getattr(self, name), at_least=0.0)
         _require_flag("YaRN truncate", self.truncate)
@@ -54,7 +58,20 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of a DeepSeek-V3-style model, by the field's names. All sizes are in elements."""
+    """Architecture of a model with multi-head latent attention, by the field's names. All sizes are in elements.
+
+    Attributes without a line below are those of config.json; `jaxspec/families` maps the ones named differently.
+
+    Attributes:
+        scoring_func: "sigmoid" or "softmax", of the router's logits.
+        topk_method: "noaux_tc" chooses experts by score plus bias, and groups by the sum of their two best;
+            "group_limited_greedy" by score alone, and groups by their best; "greedy" knows no groups.
+        zero_expert_num: experts after the routed ones that hand on their input.
+        shortcut_moe: a layer is two blocks of attention and dense MLP, and its experts branch off between them.
+        mla_scale_q_lora: queries are multiplied by the root of hidden_size / q_lora_rank.
+        mla_scale_kv_lora: latents, likewise, by the root of hidden_size / kv_lora_rank.
+        index_topk: tokens that sparse attention attends to; within as many of context it is dense. None: dense.
+    """
 
     model_type: str
     vocab_size: int
@@ -85,20 +102,32 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...]
 
+    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    topk_method: Literal["noaux_tc", "group_limited_greedy", "greedy"] = "noaux_tc"
+    zero_expert_num: int = 0
+    shortcut_moe: bool = False
+    mla_scale_q_lora: bool = False
+    mla_scale_kv_lora: bool = False
+    index_topk: int | None = None
+
     # The latent norms ignore rms_norm_eps in DeepSeek's code and in transformers alike.
     latent_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in _POSITIVE.split():
             _require_integer(name, getattr(self, name), at_least=1)
-        for name in "n_routed_experts n_shared_experts num_mtp_layers first_k_dense_replace".split():
+        counts = "n_routed_experts n_shared_experts num_mtp_layers first_k_dense_replace zero_expert_num"
+        for name in counts.split():
             _require_integer(name, getattr(self, name), at_least=0)
-        if self.q_lora_rank is not None:
-            _require_integer("q_lora_rank (or null)", self.q_lora_rank, at_least=1)
+        for name in ("q_lora_rank", "index_topk"):
+            if getattr(self, name) is not None:
+                _require_integer(f"{name} (or null)", getattr(self, name), at_least=1)
+        _require(not self.mla_scale_q_lora or self.q_lora_rank is not None, "a q_lora_rank to scale by", None)
         for name in "rms_norm_eps latent_norm_eps routed_scaling_factor".split():
             _require_number(name, getattr(self, name), above=0.0)
         _require_number("initializer_range", self.initializer_range, at_least=0.0)
-        for name in "norm_topk_prob tie_word_embeddings attention_bias".split():
+        flags = "norm_topk_prob tie_word_embeddings attention_bias shortcut_moe mla_scale_q_lora mla_scale_kv_lora"
+        for name in flags.split():
             _require_flag(name, getattr(self, name))
         for eos in self.eos_token_ids:
             _require_integer("eos_token_id", eos, at_least=0)
@@ -106,18 +135,24 @@ class ModelConfig:
         _require(self.qk_rope_head_dim % 2 == 0, "an even qk_rope_head_dim", self.qk_rope_head_dim)
         dense = self.first_k_dense_replace
         _require(dense <= self.num_layers, f"first_k_dense_replace in 0..{self.num_layers}", dense)
-        if self.num_moe_layers or self.num_mtp_layers:
+        if self.num_moe_layers or (self.num_mtp_layers and self.mtp_moe):
             self._check_router()
 
     def _check_router(self) -> None:
+        scores, methods = ("sigmoid", "softmax"), ("noaux_tc", "group_limited_greedy", "greedy")
+        _require(self.scoring_func in scores, f"scoring_func one of {scores}", repr(self.scoring_func))
+        _require(self.topk_method in methods, f"topk_method one of {methods}", repr(self.topk_method))
         for name in "moe_intermediate_size num_experts_per_tok n_group topk_group".split():
             _require_integer(name, getattr(self, name), at_least=1)
         experts, groups = self.n_routed_experts, self.n_group
         _require(experts >= 1, "at least one routed expert (n_routed_experts)", experts)
         _require(experts % groups == 0, f"n_group dividing {experts} experts", groups)
         _require(self.topk_group <= groups, f"topk_group in 1..{groups}", self.topk_group)
-        _require(groups == 1 or experts // groups >= 2, "two experts or more a group", experts // groups)
-        reachable = self.topk_group * (experts // groups)
+        pairs = self.topk_method == "noaux_tc" and groups > 1
+        _require(not pairs or experts // groups >= 2, "two experts or more a group", experts // groups)
+        _require(groups == 1 or self.topk_method != "greedy", "n_group 1 with topk_method 'greedy'", groups)
+        _require(groups == 1 or not self.zero_expert_num, "n_group 1 beside zero experts", groups)
+        reachable = self.topk_group * (experts // groups) + self.zero_expert_num
         chosen = self.num_experts_per_tok
         _require(chosen <= reachable, f"num_experts_per_tok in 1..{reachable}", chosen)
 
@@ -132,14 +167,53 @@ class ModelConfig:
         return self.num_layers - self.first_k_dense_replace
 
     @property
+    def num_trunk_attentions(self) -> int:
+        """Attention blocks of the trunk, each with a slice of the KV pools of its own."""
+        return self.num_layers * (2 if self.shortcut_moe else 1)
+
+    @property
     def num_cached_layers(self) -> int:
         """Layers that own a slice of the KV pools: the trunk's, then the MTP modules'."""
-        return self.num_layers + self.num_mtp_layers
+        return self.num_trunk_attentions + self.num_mtp_layers
+
+    @property
+    def mtp_moe(self) -> bool:
+        """Whether MTP modules have routed experts. LongCat's have a dense MLP."""
+        return not self.shortcut_moe
+
+    @property
+    def family(self) -> Family:
+        """How the family's files are written."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def ignored_tensors(self) -> str:
+        """A regular expression of stored tensors that are known and not read; empty for none."""
+        return self.family.ignored_tensors(self)
+
+    @property
+    def latent_multiplier(self) -> float:
+        """Factor on the normalised latents."""
+        return (self.hidden_size / self.kv_lora_rank) ** 0.5 if self.mla_scale_kv_lora else 1.0
+
+    def check_context(self, name: str, length: int) -> None:
+        """Refuses a context in which sparse attention would differ from the dense one computed here.
+
+        Raises:
+            ValueError: `length`, called `name` in the message, is beyond `index_topk`.
+        """
+        if self.index_topk is not None and length > self.index_topk:
+            raise ValueError(
+                f"{self.model_type}: sparse attention is not implemented, and equals dense attention only while the "
+                f"context is within index_topk: got {name} {length}, expected at most {self.index_topk}"
+            )
 
     @property
     def softmax_scale(self) -> float:
-        """qk_head_dim ** -0.5, times the YaRN magnitude of `mscale_all_dim` squared."""
+        """qk_head_dim ** -0.5, times the YaRN magnitude of `mscale_all_dim` squared, times the factor on queries."""
         scale = self.qk_head_dim**-0.5
+        if self.mla_scale_q_lora:
+            scale *= (self.hidden_size / self.q_lora_rank) ** 0.5
         if self.rope.yarn is not None and self.rope.yarn.mscale_all_dim:
             scale *= self.rope.yarn.magnitude(self.rope.yarn.mscale_all_dim) ** 2
         return scale
@@ -152,31 +226,36 @@ class ModelConfig:
             ValueError: a missing key, a key this library does not know, or a value it cannot honour.
         """
         model_type = config.get("model_type")
-        if model_type not in ("deepseek_v3",):
-            raise ValueError(f"unsupported model_type: got {model_type!r}, expected 'deepseek_v3'")
-        _check_keys(config)
+        family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        if family is None:
+            raise ValueError(f"unsupported model_type: got {model_type!r}, expected one of {', '.join(FAMILIES)}")
+        _check_keys(config, family)
         try:
-            fields = {ours: config[theirs] for ours, theirs in _RENAMED.items()}
+            fields = {ours: config[theirs] for ours, theirs in family.required.items()}
         except KeyError as error:
             raise ValueError(f"config.json lacks {error.args[0]!r}") from None
-        fields |= {ours: config.get(theirs, default) for ours, (theirs, default) in _OPTIONAL.items()}
+        fields |= {ours: config.get(theirs, default) for ours, (theirs, default) in family.optional.items()}
+        fields |= family.derive(config) | family.implied
         eos = (generation_config or {}).get("eos_token_id", config.get("eos_token_id"))
-        return cls(model_type=model_type, rope=_read_rope(config), eos_token_ids=_as_tuple(eos), **fields)
+        rope = _read_rope(config, family)
+        return cls(model_type=model_type, rope=rope, eos_token_ids=_as_tuple(eos), **fields)
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
         """config.json of this architecture, with released key names, readable by transformers too."""
-        stored = {theirs: getattr(self, ours) for ours, theirs in _RENAMED.items()}
-        stored |= {theirs: getattr(self, ours) for ours, (theirs, _) in _OPTIONAL.items()}
-        yarn = self.rope.yarn
-        return stored | {
+        family, yarn = self.family, self.rope.yarn
+        keys = {**family.required, **family.derived, **{ours: key for ours, (key, _) in family.optional.items()}}
+        scaling = None
+        if yarn is not None:
+            scaling = {"type": "yarn"} | {k: v for k, v in dataclasses.asdict(yarn).items() if v is not None}
+        return {theirs: getattr(self, ours) for ours, theirs in keys.items()} | {
             "model_type": self.model_type,
-            "architectures": ["DeepseekV3ForCausalLM"],
+            "architectures": [family.architecture],
             "torch_dtype": dtype,
             "num_key_value_heads": self.num_heads,
             "hidden_act": "silu",
             "rope_theta": self.rope.theta,
             "rope_interleave": self.rope.interleave,
-            "rope_scaling": None if yarn is None else {"type": "yarn"} | dataclasses.asdict(yarn),
+            "rope_scaling": scaling,
             "eos_token_id": list(self.eos_token_ids) or None,
             "bos_token_id": None,
         }
@@ -237,64 +316,26 @@ _POSITIVE = (
     "vocab_size hidden_size num_layers num_heads kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
     "intermediate_size max_position_embeddings"
 )
-_RENAMED = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-} | {
-    name: name
-    for name in (
-        "vocab_size hidden_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
-        "intermediate_size moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok "
-        "n_group topk_group first_k_dense_replace routed_scaling_factor norm_topk_prob rms_norm_eps "
-        "max_position_embeddings"
-    ).split()
-}
-# Keys that released files leave out, with the value transformers gives them.
-_OPTIONAL = {
-    "tie_word_embeddings": ("tie_word_embeddings", False),
-    "attention_bias": ("attention_bias", False),
-    "num_mtp_layers": ("num_nextn_predict_layers", 0),
-    "initializer_range": ("initializer_range", 0.02),
-}
-_ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_interleave"}
-# Keys with one value that this library honours; any other value is refused.
-_FIXED = {
-    "hidden_act": ("silu",),
-    "scoring_func": ("sigmoid",),
-    "topk_method": ("noaux_tc",),
-    "moe_layer_freq": (1,),
-    "attention_dropout": (0, None),
-    "quantization_config": (None,),
-    "output_router_logits": (False,),
-    "is_encoder_decoder": (False,),
-    "chunk_size_feed_forward": (0,),
-}
-# Keys that do not bear on the computation, or that repeat others.
-_IRRELEVANT = set(
-    "model_type architectures auto_map torch_dtype dtype transformers_version use_cache bos_token_id "
-    "eos_token_id pad_token_id num_key_value_heads qk_head_dim head_dim ep_size pretraining_tp aux_loss_alpha "
-    "seq_aux _name_or_path id2label label2id problem_type return_dict output_hidden_states output_attentions "
-    "_attn_implementation _experts_implementation".split()
-)
 
 
-def _check_keys(config: Mapping[str, Any]) -> None:
-    known = set(_RENAMED.values()) | {theirs for theirs, _ in _OPTIONAL.values()} | _ROPE_KEYS | _FIXED.keys()
-    unknown = sorted(set(config) - known - _IRRELEVANT)
+def _check_keys(config: Mapping[str, Any], family: Family) -> None:
+    unknown = sorted(set(config) - family.known_keys())
     if unknown:
         raise ValueError(f"config.json has keys this library does not know and will not guess at: {unknown}")
-    for key, allowed in _FIXED.items():
+    for key, allowed in family.fixed.items():
         if key in config and config[key] not in allowed:
             raise ValueError(f"config.json: {key}: got {config[key]!r}, expected one of {allowed}")
 
 
-def _read_rope(config: Mapping[str, Any]) -> RopeConfig:
+def _read_rope(config: Mapping[str, Any], family: Family) -> RopeConfig:
     """Both forms: rope_theta with rope_scaling, or rope_parameters with rope_theta inside."""
     forms = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
     _require(len(forms) <= 1, "one of rope_parameters and rope_scaling", "both")
     scaling = forms[0] if forms else {}
     _require(isinstance(scaling, Mapping), "an object for rope scaling", repr(scaling))
-    thetas = {form["rope_theta"] for form in (scaling, config) if form.get("rope_theta") is not None} or {10000.0}
+    thetas = {form["rope_theta"] for form in (scaling, config) if form.get("rope_theta") is not None} or {
+        family.default_theta
+    }
     _require(len(thetas) == 1, "one rope_theta", sorted(thetas))
     scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
     kind = {scaling.pop("rope_type", None), scaling.pop("type", None)} - {None} or {"default"}
@@ -303,15 +344,16 @@ def _read_rope(config: Mapping[str, Any]) -> RopeConfig:
         return rope
     if kind != {"yarn"}:
         raise ValueError(f"rope scaling: got type {sorted(kind)} with {scaling}, expected 'default' or 'yarn'")
-    return dataclasses.replace(rope, yarn=_read_yarn(scaling))
+    return dataclasses.replace(rope, yarn=_read_yarn(scaling, family))
 
 
-def _read_yarn(scaling: Mapping[str, Any]) -> YarnConfig:
+def _read_yarn(scaling: Mapping[str, Any], family: Family) -> YarnConfig:
     """YaRN's keys. A null stands for the default, as it does in files that transformers writes."""
-    unknown = sorted(scaling.keys() - {field.name for field in dataclasses.fields(YarnConfig)})
+    fields = {field.name for field in dataclasses.fields(YarnConfig)}
+    unknown = sorted(scaling.keys() - (fields - {"llama_4_scaling_beta"}) - family.rope_keys)
     if unknown:
         raise ValueError(f"rope scaling has keys this library does not know: {unknown}")
-    given = {key: value for key, value in scaling.items() if value is not None}
+    given = {key: value for key, value in scaling.items() if value is not None and key in fields}
     for key in ("factor", "original_max_position_embeddings"):
         _require(key in given, f"{key} in YaRN's rope scaling", "none")
     return YarnConfig(**given)

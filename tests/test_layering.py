@@ -10,6 +10,7 @@ LAYERS = {
     "pallas_kernels": 0,
     "jaxspec.config": 0,
     "jaxspec.devices": 0,
+    "jaxspec.families": 0,
     "jaxspec.sampling": 1,
     "jaxspec.cache": 1,
     "jaxspec.models": 2,

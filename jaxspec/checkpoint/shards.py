@@ -16,7 +16,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.files import CheckpointError, parse_json_object, read_json_object
+from jaxspec.checkpoint.files import (
+    MAX_JSON_BYTES,
+    CheckpointError,
+    file_exists,
+    parse_json_object,
+    read_json_object,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,19 +31,62 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 # The format's own limit. A corrupt length is a random 64-bit number, so this catches nearly all of them.
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = MAX_JSON_BYTES
+# No weight has more axes. A product of a million hostile sizes would take minutes.
+_MAX_AXES = 8
 _REFETCH = "fetch the file again"
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth"}
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One stored tensor. `array` is a read-only view of the mapped file: nothing is read until it is used."""
+    """One stored tensor: where it lies. Nothing is read until it is asked for, and any number of threads may ask.
+
+    Files are read rather than mapped: the pages of a mapped file count as this process's memory.
+
+    Attributes:
+        file: the safetensors file.
+        dtype: as stored.
+        shape: as stored.
+        offset: of its first byte, from the start of the file.
+    """
 
     file: Path
-    array: np.ndarray
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        """The whole tensor.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        return self.read_rows(0, self.shape[0]) if self.shape else self._read((), 0)
+
+    def read_rows(self, start: int, stop: int) -> np.ndarray:
+        """What `read()[start:stop]` would be, without reading the rest.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        start, stop, _ = slice(start, stop).indices(self.shape[0])
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return self._read((max(stop - start, 0), *self.shape[1:]), start * row)
+
+    def _read(self, shape: tuple[int, ...], skip: int) -> np.ndarray:
+        array = np.empty(shape, self.dtype)
+        read_into(self.file, self.offset + skip, array.reshape(-1).view(np.uint8))
+        return array
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -47,9 +96,9 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         CheckpointError: there is no safetensors file; a file is damaged; or index and shards disagree, be it
             that a shard is missing, lacks a tensor placed in it, or holds one that is not.
     """
-    if (folder / INDEX_FILE).is_file():
+    if file_exists(folder / INDEX_FILE):
         return _read_indexed(folder)
-    if (folder / SINGLE_FILE).is_file():
+    if file_exists(folder / SINGLE_FILE):
         return read_shard(folder / SINGLE_FILE)
     raise CheckpointError(f"{folder}: {_why_no_weights(folder)}")
 
@@ -69,7 +118,7 @@ def _why_no_weights(folder: Path) -> str:
 
 def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     placed = _read_index(folder / INDEX_FILE)
-    if (folder / SINGLE_FILE).is_file() and SINGLE_FILE not in placed:
+    if SINGLE_FILE not in placed and file_exists(folder / SINGLE_FILE):
         raise CheckpointError(
             f"{folder}: got both {SINGLE_FILE} and an {INDEX_FILE} without it: remove the stale one"
         )
@@ -81,7 +130,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 def _read_placed(file: Path, expected: set[str], placed: dict[str, set[str]]) -> dict[str, StoredTensor]:
     """One shard, which must hold exactly the tensors the index places in it."""
-    if not file.is_file():
+    if not file_exists(file):
         raise CheckpointError(
             f"{file}: missing, but {INDEX_FILE} places {len(expected)} tensors in it, {min(expected)} among them: "
             "fetch the missing shard"
@@ -113,74 +162,93 @@ def _read_index(file: Path) -> dict[str, set[str]]:
 
 
 def read_shard(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file, as views of the mapped file.
+    """The tensors of one safetensors file, from its header alone.
 
     Raises:
-        CheckpointError: the file is cut short or damaged, or a tensor's dtype cannot be read.
+        CheckpointError: the file may not be opened, is cut short or damaged, or a tensor's dtype cannot be read.
     """
+    if not file_exists(file):
+        raise CheckpointError(f"{file}: no such file: fetch it")
     header, start = _read_header(file)
     header.pop("__metadata__", None)
-    size = file.stat().st_size - start
-    entries = {name: _check_entry(file, name, entry) for name, entry in header.items()}
-    _check_layout(file, {name: entry.offsets for name, entry in entries.items()}, start, size)
-    mapped = np.memmap(file, np.uint8, "r").view(np.ndarray)[start:]
-    return {
-        name: StoredTensor(file, mapped[slice(*entry.offsets)].view(entry.dtype).reshape(entry.shape))
-        for name, entry in entries.items()
-    }
+    size = file.stat().st_size
+    tensors = {name: _check_entry(file, name, entry, start) for name, entry in header.items()}
+    _check_layout(file, tensors, start, size)
+    return tensors
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     """The header and the offset of the first byte after it."""
     size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{file}: got {size} bytes with a header of {length}, expected a header that fits the file and "
-                f"{MAX_HEADER_BYTES} bytes: not a safetensors file, or cut short; {_REFETCH}"
-            )
-        return parse_json_object(opened.read(length), f"{file}: header"), 8 + length
+    prefix = np.zeros(min(size, 8), np.uint8)
+    read_into(file, 0, prefix)
+    length = int.from_bytes(prefix.tobytes(), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{file}: got {size} bytes with a header of {length}, expected a header that fits the file and "
+            f"{MAX_HEADER_BYTES} bytes: not a safetensors file, or cut short; {_REFETCH}"
+        )
+    header = np.zeros(length, np.uint8)
+    read_into(file, 8, header)
+    return parse_json_object(header.tobytes(), f"{file}: header"), 8 + length
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    offsets: tuple[int, int]
+def read_into(file: Path, offset: int, buffer: np.ndarray) -> None:
+    """Fills a buffer of bytes from `offset` on, without holding the interpreter's lock. Shards are read here only.
+
+    Raises:
+        CheckpointError: the file ends before.
+    """
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(offset)
+        done = 0
+        while done < len(buffer):
+            count = opened.readinto(buffer[done:].data)
+            if not count:
+                raise CheckpointError(
+                    f"{file}: got {offset + done} bytes, expected {offset + len(buffer)} at least, as it had when it "
+                    f"was opened: {_REFETCH}, and leave it alone while it is read"
+                )
+            done += count
 
 
-def _check_entry(file: Path, name: str, entry: Any) -> _Entry:
+def _check_entry(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
     """A header entry whose shape, dtype and offsets agree, in Python integers: nothing overflows."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+    if not _are_sizes(shape, _MAX_AXES) or not _are_sizes(offsets, 2) or len(offsets) != 2:
         raise CheckpointError(
-            f"{file}: {name}: got header entry {entry!r:.200}, expected dtype, shape and two data_offsets: {_REFETCH}"
+            f"{file}: {name}: got header entry {entry!r:.200}, expected dtype, shape (of {_MAX_AXES} axes at most) "
+            f"and two data_offsets: {_REFETCH}"
         )
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{file}: {name}: got dtype {dtype}, expected one of {', '.join(DTYPES)}")
+        raise CheckpointError(f"{file}: {name}: got dtype {dtype!r:.80}, expected one of {', '.join(DTYPES)}")
     got, expected = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
     if got != expected:
         raise CheckpointError(
             f"{file}: {name}: got data_offsets {offsets}, {got} bytes, expected {expected} for {dtype} {shape}: "
             f"{_REFETCH}"
         )
-    return _Entry(DTYPES[dtype], tuple(shape), tuple(offsets))
+    return StoredTensor(file, DTYPES[dtype], tuple(shape), start + offsets[0])
 
 
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+def _are_sizes(values: Any, most: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= most
+        and all(type(value) is int and value >= 0 for value in values)
+    )
 
 
-def _check_layout(file: Path, offsets: dict[str, tuple[int, int]], start: int, size: int) -> None:
+def _check_layout(file: Path, tensors: dict[str, StoredTensor], start: int, size: int) -> None:
     """The tensors must fill the data without gap or overlap, and the file must end where they do."""
-    end = 0
-    for name, (begin, stop) in sorted(offsets.items(), key=lambda item: item[1]):
-        if begin != end:
-            kind = "overlaps the tensor before it" if begin < end else "leaves a gap before it"
-            raise CheckpointError(f"{file}: {name} {kind}: got offset {begin}, expected {end}: {_REFETCH}")
-        end = stop
+    end = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            kind = "overlaps the tensor before it" if tensor.offset < end else "leaves a gap before it"
+            got, expected = tensor.offset - start, end - start
+            raise CheckpointError(f"{file}: {name} {kind}: got offset {got}, expected {expected}: {_REFETCH}")
+        end += tensor.nbytes
     if size != end:
         kind = "cut short" if size < end else "bytes beyond the last tensor"
-        raise CheckpointError(f"{file}: {kind}: got {start + size} bytes, expected {start + end}: {_REFETCH}")
+        raise CheckpointError(f"{file}: {kind}: got {size} bytes, expected {end}: {_REFETCH}")

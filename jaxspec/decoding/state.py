@@ -108,7 +108,11 @@ def init_state(
         cache: pools of any content.
         sampling: parameters of every row; their number is the number of rows.
         max_model_len: tokens a row may hold, prompt and output.
+
+    Raises:
+        ValueError: `max_model_len` is beyond what the model's sparse attention allows here.
     """
+    config.check_context("max_model_len", max_model_len)
     rows, num_drafts = sampling.temperature.shape[0], spec.num_speculative_tokens
     width = ACCEPTANCE_RULES[spec.verification].proposal_width(config.vocab_size)
     shape = (rows, num_drafts)

@@ -11,7 +11,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.params import MLP, Attention, Layer, MoE, Params
+from jaxspec.models.block_scaled import BlockScaled, dequantize
+from jaxspec.models.params import MLP, Attention, Layer, MoE, Params, ShortcutLayer
 from jaxspec.models.primitives import (
     apply_head,
     project_latents,
@@ -42,11 +43,18 @@ class DenseOutput:
 
 
 def dense_forward(params: Params, config: ModelConfig, tokens: Int[Array, "b t"]) -> DenseOutput:
-    """Runs the trunk and every MTP module over whole sequences, causally and without a cache."""
+    """Runs the trunk and every MTP module over whole sequences, causally and without a cache.
+
+    Raises:
+        ValueError: at trace time, for a sequence beyond the context in which sparse attention is dense.
+    """
+    config.check_context("a sequence of", tokens.shape[1])
+    params = _without_block_scales(params)
     angles = rope_angles(config, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
 
-    def step(x: Array, layer: Layer) -> tuple[Array, Array]:
-        return _layer(layer, config, x, angles)
+    def step(x: Array, layer: Layer | ShortcutLayer) -> tuple[Array, Array]:
+        run = _shortcut_layer if isinstance(layer, ShortcutLayer) else _layer
+        return run(layer, config, x, angles)
 
     x, loads = params.embed[tokens], []
     if params.dense is not None:
@@ -59,28 +67,54 @@ def dense_forward(params: Params, config: ModelConfig, tokens: Int[Array, "b t"]
     mtp_logits = jnp.zeros((0, *logits.shape), logits.dtype)
     if params.mtp is not None:
         mtp_logits, load = _mtp_chain(params, config, tokens, hidden, angles)
-        loads.append(load)
+        if config.mtp_moe:
+            loads.append(load)
     expert_load = jnp.concatenate(loads) if loads else jnp.zeros((0, config.n_routed_experts))
     return DenseOutput(logits, hidden, mtp_logits, expert_load)
+
+
+def _without_block_scales(params: Params) -> Params:
+    """Weights kept in FP8 spelled out: this model is the plain one."""
+
+    def spell_out(weight: Array | BlockScaled) -> Array:
+        return dequantize(weight, params.embed.dtype) if isinstance(weight, BlockScaled) else weight
+
+    return jax.tree.map(spell_out, params, is_leaf=lambda x: isinstance(x, BlockScaled))
 
 
 def _layer(
     layer: Layer, config: ModelConfig, x: Float[Array, "b t hidden"], angles: Float[Array, "b t two half"]
 ) -> tuple[Float[Array, "b t hidden"], Float[Array, "load"]]:
-    eps = config.rms_norm_eps
-    x = x + _attention(layer.attn, config, rms_norm(x, layer.attn_norm, eps), angles)
-    normed = rms_norm(x, layer.mlp_norm, eps)
+    x, normed = _attend(layer, config, x, angles)
     if isinstance(layer.mlp, MLP):
         return x + swiglu(normed, layer.mlp), jnp.zeros((0,))
     out, load = _moe(layer.mlp, config, normed.reshape(-1, normed.shape[-1]))
     return x + out.reshape(x.shape), load
 
 
+def _shortcut_layer(
+    layer: ShortcutLayer, config: ModelConfig, x: Float[Array, "b t hidden"], angles: Float[Array, "b t two half"]
+) -> tuple[Float[Array, "b t hidden"], Float[Array, "load"]]:
+    x, normed = _attend(layer.first, config, x, angles)
+    routed, load = _moe(layer.moe, config, normed.reshape(-1, normed.shape[-1]))
+    x, normed = _attend(layer.second, config, x + swiglu(normed, layer.first.mlp), angles)
+    return x + swiglu(normed, layer.second.mlp) + routed.reshape(x.shape), load
+
+
+def _attend(
+    layer: Layer, config: ModelConfig, x: Float[Array, "b t hidden"], angles: Float[Array, "b t two half"]
+) -> tuple[Float[Array, "b t hidden"], Float[Array, "b t hidden"]]:
+    """The residual stream after attention, and what the MLP reads of it."""
+    x = x + _attention(layer.attn, config, rms_norm(x, layer.attn_norm, config.rms_norm_eps), angles)
+    return x, rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+
+
 def _attention(
     attn: Attention, config: ModelConfig, x: Float[Array, "b t hidden"], angles: Float[Array, "b t two half"]
 ) -> Float[Array, "b t hidden"]:
     """Plain causal attention over per-head keys and values, not absorbed; softmax in float32."""
-    q_nope, q_rope = project_queries(attn, config, x, angles)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    q_nope, q_rope = project_queries(attn, config, x, angles, positions)
     latent, k_rope = project_latents(attn, config, x, angles)
     k_nope = jnp.einsum("bsc,hnc->bshn", latent, attn.k_up)
     values = jnp.einsum("bsc,hcv->bshv", latent, attn.v_up)
@@ -97,9 +131,11 @@ def _moe(
     """Every expert on every token, weighted by the router (zero where not chosen)."""
     weights, chosen = route(moe, config, x)
     one_hot = jax.nn.one_hot(chosen, config.n_routed_experts, dtype=jnp.float32)
+    identity = jnp.sum(weights * (chosen >= config.n_routed_experts), axis=-1, keepdims=True)
     dispatch = jnp.einsum("nk,nke->ne", weights, one_hot).astype(x.dtype)
     inner = jax.nn.silu(jnp.einsum("nh,ehf->enf", x, moe.experts.gate)) * jnp.einsum("nh,ehf->enf", x, moe.experts.up)
     out = jnp.einsum("enf,efh->nh", inner * dispatch.T[:, :, None], moe.experts.down)
+    out = out + x * identity.astype(x.dtype)
     load = jnp.mean(jnp.sum(one_hot, axis=1), axis=0)
     return (out if moe.shared is None else out + swiglu(x, moe.shared)), load
 

@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.block_scaled import matmul, ragged
 from jaxspec.models.params import MLP, MoE
-from jaxspec.models.primitives import route, swiglu
+from jaxspec.models.primitives import identity_share, route, swiglu
 
 
 def apply_moe(
@@ -26,9 +27,13 @@ def apply_moe(
     """
     tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = route(moe, config, tokens)
+    if config.zero_expert_num:
+        share, weights, chosen = identity_share(config, weights, chosen)
     out = lax.platform_dependent(
         experts, layer, tokens, weights, chosen, cpu=loop_over_used_experts, default=grouped_experts
     )
+    if config.zero_expert_num:
+        out = out + tokens * share[:, None].astype(tokens.dtype)
     if moe.shared is not None:
         out = out + swiglu(tokens, moe.shared)
     return out.reshape(x.shape)
@@ -55,8 +60,8 @@ def loop_over_used_experts(
     def visit(i: Array, out: Array) -> Array:
         expert = order[i]
         gate, up, down = (w[layer, expert] for w in (experts.gate, experts.up, experts.down))
-        inner = jax.nn.silu(x @ gate) * (x @ up)
-        return out + (inner * lax.dynamic_slice_in_dim(share, expert, 1, axis=1)) @ down
+        inner = jax.nn.silu(matmul(x, gate)) * matmul(x, up)
+        return out + matmul(inner * lax.dynamic_slice_in_dim(share, expert, 1, axis=1), down)
 
     return lax.fori_loop(0, jnp.sum(used), visit, jnp.zeros_like(x))
 
@@ -72,8 +77,8 @@ def grouped_experts(
     k = chosen.shape[1]
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=experts.gate.shape[1]).astype(jnp.int32)
-    gate, up, down = (w[layer].astype(x.dtype) for w in (experts.gate, experts.up, experts.down))
+    gate, up, down = (w[layer] for w in (experts.gate, experts.up, experts.down))
     rows = x[order // k]
-    inner = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
-    out = lax.ragged_dot(inner, down, sizes) * weights.reshape(-1)[order][:, None].astype(x.dtype)
+    inner = jax.nn.silu(ragged(rows, gate, sizes)) * ragged(rows, up, sizes)
+    out = ragged(inner, down, sizes) * weights.reshape(-1)[order][:, None].astype(x.dtype)
     return jnp.zeros_like(x).at[order // k].add(out)

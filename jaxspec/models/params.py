@@ -24,6 +24,7 @@ from flax import struct
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.config import ModelConfig
+from jaxspec.models.block_scaled import BlockScaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +76,16 @@ class Attention:
     `q_a` and `q_a_norm` are None when queries are not compressed, biases are None when the config has none.
     """
 
-    q_a: Float[Array, "*l hidden q_lora"] | None
+    q_a: Float[Array, "*l hidden q_lora"] | BlockScaled | None
     q_a_bias: Float[Array, "*l q_lora"] | None
     q_a_norm: Float[Array, "*l q_lora"] | None
-    q_b: Float[Array, "*l q_in queries"]
-    kv_a: Float[Array, "*l hidden c_rope"]
+    q_b: Float[Array, "*l q_in queries"] | BlockScaled
+    kv_a: Float[Array, "*l hidden c_rope"] | BlockScaled
     kv_a_bias: Float[Array, "*l c_rope"] | None
     kv_a_norm: Float[Array, "*l c"]
     k_up: Float[Array, "*l h n c"]
     v_up: Float[Array, "*l h c v"]
-    o: Float[Array, "*l values hidden"]
+    o: Float[Array, "*l values hidden"] | BlockScaled
     o_bias: Float[Array, "*l hidden"] | None
 
 
@@ -92,20 +93,21 @@ class Attention:
 class MLP:
     """SwiGLU feed-forward block."""
 
-    gate: Float[Array, "*l hidden ffn"]
-    up: Float[Array, "*l hidden ffn"]
-    down: Float[Array, "*l ffn hidden"]
+    gate: Float[Array, "*l hidden ffn"] | BlockScaled
+    up: Float[Array, "*l hidden ffn"] | BlockScaled
+    down: Float[Array, "*l ffn hidden"] | BlockScaled
 
 
 @struct.dataclass
 class MoE:
     """Routed experts (an MLP with an expert axis), their router, and the shared expert.
 
-    `experts` is None in the one layer that a scan is at, where the whole stack's are passed beside it.
+    `experts` is None in the one layer that a scan is at, where the whole stack's are passed beside it. The router
+    scores the experts that hand on their input too, after the others.
     """
 
     router: Float[Array, "*l hidden experts"]
-    router_bias: Float[Array, "*l experts"]
+    router_bias: Float[Array, "*l experts"] | None
     experts: MLP | None
     shared: MLP | None
 
@@ -121,16 +123,28 @@ class Layer:
 
 
 @struct.dataclass
+class ShortcutLayer:
+    """LongCat's layer: two blocks of attention and dense MLP.
+
+    The experts read what the first MLP reads, and are added after the second.
+    """
+
+    first: Layer
+    second: Layer
+    moe: MoE
+
+
+@struct.dataclass
 class MTP:
     """A stack of multi-token-prediction modules. `embed` and `head` are None where the trunk's serve."""
 
     embed: Float[Array, "*d vocab hidden"] | None
     enorm: Float[Array, "*d hidden"]
     hnorm: Float[Array, "*d hidden"]
-    eh_proj: Float[Array, "*d joined hidden"]
+    eh_proj: Float[Array, "*d joined hidden"] | BlockScaled
     layer: Layer
     norm: Float[Array, "*d hidden"]
-    head: Float[Array, "*d hidden vocab"] | None
+    head: Float[Array, "*d hidden vocab"] | BlockScaled | None
 
 
 @struct.dataclass
@@ -139,9 +153,9 @@ class Params:
 
     embed: Float[Array, "vocab hidden"]
     dense: Layer | None
-    moe: Layer | None
+    moe: Layer | ShortcutLayer | None
     norm: Float[Array, "hidden"]
-    head: Float[Array, "hidden vocab"] | None
+    head: Float[Array, "hidden vocab"] | BlockScaled | None
     mtp: MTP | None
 
 
@@ -158,12 +172,25 @@ def param_specs(config: ModelConfig, *, own_mtp_embed: bool = False, own_mtp_hea
     top = _Stack("", (), std)
     return Params(
         embed=_embedding(top, "model.embed_tokens.weight", v, h),
-        dense=_layer(config, range(dense), moe=False) if dense else None,
-        moe=_layer(config, range(dense, depth), moe=True) if depth > dense else None,
+        dense=_dense_layer(config, _trunk(config, range(dense))) if dense else None,
+        moe=_moe_layers(config, _trunk(config, range(dense, depth))) if depth > dense else None,
         norm=top.norm("model.norm.weight", h),
         head=None if config.tie_word_embeddings else top.linear("lm_head.weight", h, v, ("embed", "vocab")),
         mtp=_mtp(config, own_mtp_embed, own_mtp_head) if config.num_mtp_layers else None,
     )
+
+
+def experts_of(stack: Layer | ShortcutLayer) -> MLP | None:
+    """The routed experts of a stack of layers."""
+    moe = stack.moe if isinstance(stack, ShortcutLayer) else stack.mlp
+    return moe.experts if isinstance(moe, MoE) else None
+
+
+def without_experts(stack: Layer | ShortcutLayer) -> Layer | ShortcutLayer:
+    """The rest of it, which can be scanned without slicing (and copying) the experts of a layer."""
+    if isinstance(stack, ShortcutLayer):
+        return stack.replace(moe=stack.moe.replace(experts=None))
+    return stack.replace(mlp=stack.mlp.replace(experts=None)) if isinstance(stack.mlp, MoE) else stack
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: Any = jnp.float32) -> Params:
@@ -185,6 +212,9 @@ class _Stack:
     prefix: str
     stack: tuple[tuple[str, range], ...]
     std: float
+
+    def within(self, name: str) -> _Stack:
+        return dataclasses.replace(self, prefix=self.prefix + name)
 
     def _weight(self, name, shape, axes, hf_shape, view, **kw) -> Weight:
         lengths = tuple(len(ids) for _, ids in self.stack)
@@ -214,14 +244,30 @@ def _embedding(at: _Stack, name: str, vocab: int, hidden: int) -> Weight:
     return at._weight(name, (vocab, hidden), ("vocab", "embed"), (vocab, hidden), lambda x: x)
 
 
-def _layer(config: ModelConfig, layers: range, moe: bool) -> Layer:
-    at = _Stack("model.layers.{layer}.", (("layer", layers),), config.initializer_range)
+def _trunk(config: ModelConfig, layers: range) -> _Stack:
+    return _Stack("model.layers.{layer}.", (("layer", layers),), config.initializer_range)
+
+
+def _layer(config: ModelConfig, at: _Stack, mlp: MLP | MoE, block: str = "") -> Layer:
+    """A layer around its MLP. `block` ends the names of norms and attention where a layer has several."""
     return Layer(
-        attn_norm=at.norm("input_layernorm.weight", config.hidden_size),
-        attn=_attention(config, dataclasses.replace(at, prefix=at.prefix + "self_attn.")),
-        mlp_norm=at.norm("post_attention_layernorm.weight", config.hidden_size),
-        mlp=_moe(config, at) if moe else _mlp(at, "mlp.", config.hidden_size, config.intermediate_size),
+        attn_norm=at.norm(f"input_layernorm{block}.weight", config.hidden_size),
+        attn=_attention(config, at.within(f"self_attn{block}.")),
+        mlp_norm=at.norm(f"post_attention_layernorm{block}.weight", config.hidden_size),
+        mlp=mlp,
     )
+
+
+def _dense_layer(config: ModelConfig, at: _Stack, mlp: str = "mlp.", block: str = "") -> Layer:
+    return _layer(config, at, _mlp(at.within(mlp), config.hidden_size, config.intermediate_size), block)
+
+
+def _moe_layers(config: ModelConfig, at: _Stack) -> Layer | ShortcutLayer:
+    if not config.shortcut_moe:
+        return _layer(config, at, _moe(config, at.within("mlp."), "gate."))
+    first, second = (_dense_layer(config, at, f"mlps.{block}.", f".{block}") for block in (0, 1))
+    # Between router and weight LongCat's names have a part more than everyone's.
+    return ShortcutLayer(first, second, _moe(config, at.within("mlp."), "router.", "classifier."))
 
 
 def _attention(config: ModelConfig, at: _Stack) -> Attention:
@@ -253,8 +299,7 @@ def _attention(config: ModelConfig, at: _Stack) -> Attention:
     )
 
 
-def _mlp(at: _Stack, prefix: str, hidden: int, ffn: int) -> MLP:
-    at = dataclasses.replace(at, prefix=at.prefix + prefix)
+def _mlp(at: _Stack, hidden: int, ffn: int) -> MLP:
     return MLP(
         gate=at.linear("gate_proj.weight", hidden, ffn, ("embed", "mlp")),
         up=at.linear("up_proj.weight", hidden, ffn, ("embed", "mlp")),
@@ -262,28 +307,65 @@ def _mlp(at: _Stack, prefix: str, hidden: int, ffn: int) -> MLP:
     )
 
 
-def _moe(config: ModelConfig, at: _Stack) -> MoE:
-    hidden, experts, ffn = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    per_expert = dataclasses.replace(at, stack=(*at.stack, ("expert", range(experts))))
-    shared = config.n_shared_experts
+def _moe(config: ModelConfig, at: _Stack, router: str, classifier: str = "") -> MoE:
+    hidden, ffn, shared = config.hidden_size, config.moe_intermediate_size, config.n_shared_experts
+    scored, float32 = config.n_routed_experts + config.zero_expert_num, jnp.float32
+    biased = config.topk_method == "noaux_tc"
     return MoE(
-        router=at.linear("mlp.gate.weight", hidden, experts, ("embed", None), dtype=jnp.float32),
-        router_bias=at.bias("mlp.gate.e_score_correction_bias", experts, None, dtype=jnp.float32),
-        experts=_mlp(per_expert, "mlp.experts.{expert}.", hidden, ffn),
-        shared=_mlp(at, "mlp.shared_experts.", hidden, shared * ffn) if shared else None,
+        router=at.linear(f"{router}{classifier}weight", hidden, scored, ("embed", None), dtype=float32),
+        router_bias=at.bias(f"{router}e_score_correction_bias", scored, None, dtype=float32) if biased else None,
+        experts=_fused_experts(config, at) if config.family.fused_experts else _experts(config, at),
+        shared=_mlp(at.within("shared_experts."), hidden, shared * ffn) if shared else None,
+    )
+
+
+def _experts(config: ModelConfig, at: _Stack) -> MLP:
+    every = dataclasses.replace(at, stack=(*at.stack, ("expert", range(config.n_routed_experts))))
+    return _mlp(every.within("experts.{expert}."), config.hidden_size, config.moe_intermediate_size)
+
+
+def _fused_experts(config: ModelConfig, at: _Stack) -> MLP:
+    """All experts of a layer in one tensor, gate and up joined, as transformers has them in memory."""
+    experts, hidden, ffn = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+
+    def weight(name: str, fan_in: int, fan_out: int, axes: tuple, stored: int, view: Callable) -> Weight:
+        shape, hf_shape = (experts, fan_in, fan_out), (experts, stored, fan_in)
+        return at._weight(f"experts.{name}", shape, ("experts", *axes), hf_shape, view)
+
+    inner, outer = ("embed", "mlp"), ("mlp", "embed")
+    return MLP(
+        gate=weight("gate_up_proj", hidden, ffn, inner, 2 * ffn, lambda x: x[:, :ffn].transpose(0, 2, 1)),
+        up=weight("gate_up_proj", hidden, ffn, inner, 2 * ffn, lambda x: x[:, ffn:].transpose(0, 2, 1)),
+        down=weight("down_proj", ffn, hidden, outer, hidden, lambda x: x.transpose(0, 2, 1)),
     )
 
 
 def _mtp(config: ModelConfig, own_embed: bool, own_head: bool) -> MTP:
-    hidden, vocab = config.hidden_size, config.vocab_size
-    layers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-    at = _Stack("model.layers.{layer}.", (("layer", layers),), config.initializer_range)
+    hidden, vocab, modules = config.hidden_size, config.vocab_size, config.num_mtp_layers
+    if config.shortcut_moe:
+        return _longcat_mtp(config, own_embed)
+    at = _trunk(config, range(config.num_layers, config.num_layers + modules))
     return MTP(
         embed=_embedding(at, "embed_tokens.weight", vocab, hidden) if own_embed else None,
         enorm=at.norm("enorm.weight", hidden),
         hnorm=at.norm("hnorm.weight", hidden),
         eh_proj=at.linear("eh_proj.weight", 2 * hidden, hidden, (None, "embed")),
-        layer=_layer(config, layers, moe=True),
+        layer=_moe_layers(config, at),
         norm=at.norm("shared_head.norm.weight", hidden),
         head=at.linear("shared_head.head.weight", hidden, vocab, ("embed", "vocab")) if own_head else None,
+    )
+
+
+def _longcat_mtp(config: ModelConfig, own_embed: bool) -> MTP:
+    """One module, under `model.mtp.`, whose layer is dense; its head is the trunk's."""
+    top = _Stack("model.mtp.", (("layer", range(config.num_mtp_layers)),), config.initializer_range)
+    at, hidden = top.within("layers.{layer}."), config.hidden_size
+    return MTP(
+        embed=_embedding(top, "embed_tokens.weight", config.vocab_size, hidden) if own_embed else None,
+        enorm=at.norm("enorm.m.weight", hidden),
+        hnorm=at.norm("hnorm.m.weight", hidden),
+        eh_proj=at.linear("eh_proj.weight", 2 * hidden, hidden, (None, "embed")),
+        layer=_dense_layer(config, at, "transformer_layer.mlp."),
+        norm=top.norm("norm.weight", hidden),
+        head=None,
     )

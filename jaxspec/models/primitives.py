@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig, RopeConfig, YarnConfig
+from jaxspec.models.block_scaled import BlockScaled, dequantize, matmul
 from jaxspec.models.params import MLP, Attention, MoE, Params
 
 
@@ -21,14 +22,16 @@ def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> 
 
 def swiglu(x: Float[Array, "*b hidden"], mlp: MLP) -> Float[Array, "*b hidden"]:
     """down(silu(gate(x)) * up(x))."""
-    return (jax.nn.silu(x @ mlp.gate) * (x @ mlp.up)) @ mlp.down
+    return matmul(jax.nn.silu(matmul(x, mlp.gate)) * matmul(x, mlp.up), mlp.down)
 
 
 def apply_head(
-    params: Params, hidden: Float[Array, "*b hidden"], own: Float[Array, "hidden vocab"] | None = None
+    params: Params, hidden: Float[Array, "*b hidden"], own: Float[Array, "hidden vocab"] | BlockScaled | None = None
 ) -> Float[Array, "*b vocab"]:
     """Float32 logits by the head given, else the trunk's, else the tied embedding."""
     head = own if own is not None else params.embed.T if params.head is None else params.head
+    if isinstance(head, BlockScaled):  # no release has its head in FP8, so this need not be lean
+        head = dequantize(head, hidden.dtype)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
@@ -89,20 +92,32 @@ def apply_rope(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _affine(x: Array, weight: Array, bias: Array | None) -> Array:
-    y = x @ weight
+def _affine(x: Array, weight: Array | BlockScaled, bias: Array | None) -> Array:
+    y = matmul(x, weight)
     return y if bias is None else y + jnp.broadcast_to(bias, y.shape)
 
 
 def project_queries(
-    attn: Attention, config: ModelConfig, x: Float[Array, "b t hidden"], angles: Float[Array, "b t two half"]
+    attn: Attention,
+    config: ModelConfig,
+    x: Float[Array, "b t hidden"],
+    angles: Float[Array, "b t two half"],
+    positions: Int[Array, "b t"],
 ) -> tuple[Float[Array, "b t h n"], Float[Array, "b t h r"]]:
     """Queries per head: the part without position and the rotated part."""
     if attn.q_a is not None:
         x = rms_norm(_affine(x, attn.q_a, attn.q_a_bias), attn.q_a_norm, config.latent_norm_eps)
-    q = (x @ attn.q_b).reshape(*x.shape[:2], config.num_heads, config.qk_head_dim)
+    q = matmul(x, attn.q_b).reshape(*x.shape[:2], config.num_heads, config.qk_head_dim)
+    if config.rope.yarn is not None and config.rope.yarn.llama_4_scaling_beta:
+        q = q * _query_scale(config.rope.yarn, positions)[..., None, None].astype(q.dtype)
     nope, rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     return nope, apply_rope(rope, angles, config.rope.interleave)
+
+
+def _query_scale(yarn: YarnConfig, positions: Int[Array, "b t"]) -> Float[Array, "b t"]:
+    """1 + beta ln(1 + how many original contexts lie before the position) (transformers' Mistral4Attention)."""
+    contexts = jnp.floor(positions / yarn.original_max_position_embeddings)
+    return 1 + yarn.llama_4_scaling_beta * jnp.log1p(contexts)
 
 
 def project_latents(
@@ -110,7 +125,7 @@ def project_latents(
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b t r"]]:
     """What a token leaves in the cache: its normalised latent and its rotated key, shared by all heads."""
     latent, rope = jnp.split(_affine(x, attn.kv_a, attn.kv_a_bias), [config.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, attn.kv_a_norm, config.latent_norm_eps)
+    latent = rms_norm(latent, attn.kv_a_norm, config.latent_norm_eps) * config.latent_multiplier
     return latent, apply_rope(rope, angles, config.rope.interleave)
 
 
@@ -122,20 +137,21 @@ def project_output(attn: Attention, values: Float[Array, "b t h v"]) -> Float[Ar
 def route(
     moe: MoE, config: ModelConfig, x: Float[Array, "n hidden"]
 ) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
-    """Sigmoid routing with a bias on the choice alone, limited to the best groups, in float32.
+    """Chooses the experts of each token, in float32.
 
-    A group's score is the sum of its two best biased scores; experts outside the chosen groups are -inf, so they
-    lose even against negative scores. Weights come from the unbiased scores (DeepSeek-V3 report, section 2.1.2;
-    transformers' DeepseekV3TopkRouter).
+    A bias, where the router has one, bears on the choice alone; the weights come from the plain scores. Experts
+    outside the best groups are -inf, so they lose even against negative scores (DeepSeek-V2 report, section 2.2.2,
+    and DeepSeek-V3 report, section 2.1.2; transformers' routers of the families).
 
     Returns:
-        Weight and id of each chosen expert.
+        Weight and id of each chosen expert; ids from `n_routed_experts` on are experts that hand on their input.
     """
     # Reduced precision, which accelerators use by default, would change the choice of experts.
-    scores = jax.nn.sigmoid(jnp.matmul(x.astype(jnp.float32), moe.router, precision=jax.lax.Precision.HIGHEST))
-    choice = scores + moe.router_bias[None]
+    logits = jnp.matmul(x.astype(jnp.float32), moe.router, precision=jax.lax.Precision.HIGHEST)
+    scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    choice = scores if moe.router_bias is None else scores + moe.router_bias[None]
     if config.n_group > 1:
-        choice = _keep_best_groups(choice, config.n_group, config.topk_group)
+        choice = _keep_best_groups(choice, config)
     _, experts = jax.lax.top_k(choice, config.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
@@ -143,9 +159,25 @@ def route(
     return weights * config.routed_scaling_factor, experts
 
 
-def _keep_best_groups(choice: Float[Array, "n e"], groups: int, kept: int) -> Float[Array, "n e"]:
-    grouped = choice.reshape(choice.shape[0], groups, -1)
-    group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-    _, best = jax.lax.top_k(group_scores, kept)
-    keep = jnp.any(jax.nn.one_hot(best, groups, dtype=bool), axis=1)
+def _keep_best_groups(choice: Float[Array, "n e"], config: ModelConfig) -> Float[Array, "n e"]:
+    """A group counts by its two best experts, or by its best, as the method says."""
+    grouped = choice.reshape(choice.shape[0], config.n_group, -1)
+    counted = 2 if config.topk_method == "noaux_tc" else 1
+    group_scores = jnp.sum(jax.lax.top_k(grouped, counted)[0], axis=-1)
+    _, best = jax.lax.top_k(group_scores, config.topk_group)
+    keep = jnp.any(jax.nn.one_hot(best, config.n_group, dtype=bool), axis=1)
     return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def identity_share(
+    config: ModelConfig, weights: Float[Array, "n k"], chosen: Int[Array, "n k"]
+) -> tuple[Float[Array, "n"], Float[Array, "n k"], Int[Array, "n k"]]:
+    """Splits off the experts that hand on their input.
+
+    Returns:
+        Their total weight, by which the input counts; and weights and ids of the others, where these have weight 0
+        at expert 0.
+    """
+    identity = chosen >= config.n_routed_experts
+    share = jnp.sum(jnp.where(identity, weights, 0), axis=-1)
+    return share, jnp.where(identity, 0, weights), jnp.where(identity, 0, chosen)

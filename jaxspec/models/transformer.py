@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.cache.kv_cache import KVCache
 from jaxspec.config import ModelConfig
+from jaxspec.models.block_scaled import matmul
 from jaxspec.models.moe import apply_moe
-from jaxspec.models.params import MLP, Attention, Layer, MoE, Params
+from jaxspec.models.params import MLP, Attention, Layer, Params, ShortcutLayer, experts_of, without_experts
 from jaxspec.models.primitives import (
     project_latents,
     project_output,
@@ -78,11 +79,10 @@ def forward(
     """
     x = params.embed[tokens].astype(cache.latent.dtype)
     angles = rope_angles(config, placement.positions(tokens.shape[1]))
-    first = 0
-    for stack in (params.dense, params.moe):
-        if stack is not None:
-            x, cache = _run_stack(stack, first, config, x, angles, cache, placement)
-            first += stack.attn_norm.shape[0]
+    if params.dense is not None:
+        x, cache = _run_stack(params.dense, 0, config, x, angles, cache, placement)
+    if params.moe is not None:
+        x, cache = _run_stack(params.moe, config.first_k_dense_replace, config, x, angles, cache, placement)
     return rms_norm(x, params.norm, config.rms_norm_eps), cache
 
 
@@ -104,7 +104,7 @@ def mtp_forward(
         tokens: the token after each position.
         below: for module 0 the trunk's state at each position (after its final norm), for later ones the state of
             the module below at the position before.
-        cache: the pools; the module owns layer `num_layers + module` of them.
+        cache: the pools; the module owns layer `num_trunk_attentions + module` of them.
         placement: positions and slots of the pairs.
 
     Returns:
@@ -112,38 +112,44 @@ def mtp_forward(
     """
     mtp = params.mtp
     embed = params.embed if mtp.embed is None else mtp.embed[module]
-    parts = jax.tree.map(lambda w: w[module], mtp.replace(embed=None, head=None, layer=_without_experts(mtp.layer)))
+    parts = jax.tree.map(lambda w: w[module], mtp.replace(embed=None, head=None, layer=without_experts(mtp.layer)))
     eps = config.rms_norm_eps
     following = embed[tokens].astype(below.dtype)
     joined = jnp.concatenate([rms_norm(following, parts.enorm, eps), rms_norm(below, parts.hnorm, eps)], axis=-1)
     # Module d pairs position i with token i + d + 1; it keeps that pair at i + d, where the token is the next one
     # as in every other layer, so its cache begins at position d.
     placement = placement.replace(first=module)
-    index = (jnp.int32(module), jnp.int32(config.num_layers + module))
+    index = (jnp.int32(module), jnp.int32(config.num_trunk_attentions + module))
     angles = rope_angles(config, placement.positions(tokens.shape[1]))
-    x, cache = _layer(
-        parts.layer, mtp.layer.mlp.experts, index, config, joined @ parts.eh_proj, angles, cache, placement
-    )
+    x = matmul(joined, parts.eh_proj)
+    x, cache = _layer(parts.layer, experts_of(mtp.layer), index, config, x, angles, cache, placement)
     return rms_norm(x, parts.norm, eps), cache
 
 
-def _without_experts(stack: Layer) -> Layer:
-    return stack.replace(mlp=stack.mlp.replace(experts=None)) if isinstance(stack.mlp, MoE) else stack
-
-
 def _run_stack(
-    stack: Layer, first: int, config: ModelConfig, x: Array, angles: Array, cache: KVCache, placement: Placement
+    stack: Layer | ShortcutLayer,
+    first: int,
+    config: ModelConfig,
+    x: Array,
+    angles: Array,
+    cache: KVCache,
+    placement: Placement,
 ) -> tuple[Array, KVCache]:
-    """Scans the layers of a stack; the pools are carried, so they are updated in place."""
-    experts = stack.mlp.experts if isinstance(stack.mlp, MoE) else None
+    """Scans the layers of a stack; the pools are carried, so they are updated in place.
+
+    The stack's layers are those from `first` on; one of two attention blocks takes two layers of the pools.
+    """
+    experts, scanned = experts_of(stack), without_experts(stack)
+    run, blocks = (_shortcut_layer, 2) if isinstance(stack, ShortcutLayer) else (_layer, 1)
 
     def step(carry: tuple, inputs: tuple) -> tuple:
         x, cache = carry
         layer, in_stack = inputs
-        return _layer(layer, experts, (in_stack, first + in_stack), config, x, angles, cache, placement), None
+        index = (in_stack, blocks * (first + in_stack))
+        return run(layer, experts, index, config, x, angles, cache, placement), None
 
-    layers = jnp.arange(stack.attn_norm.shape[0])
-    carry, _ = jax.lax.scan(step, (x, cache), (_without_experts(stack), layers))
+    layers = jnp.arange(jax.tree.leaves(scanned)[0].shape[0])
+    carry, _ = jax.lax.scan(step, (x, cache), (scanned, layers))
     return carry
 
 
@@ -159,13 +165,45 @@ def _layer(
 ) -> tuple[Float[Array, "b t hidden"], KVCache]:
     """One decoder layer. `index` is its place in the stack (for the experts) and in the pools."""
     in_stack, in_pool = index
-    normed = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
-    attended, cache = _attention(layer.attn, in_pool, config, normed, angles, cache, placement)
-    x = x + attended
-    normed = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+    x, normed, cache = _attend(layer, in_pool, config, x, angles, cache, placement)
     if isinstance(layer.mlp, MLP):
         return x + swiglu(normed, layer.mlp), cache
     return x + apply_moe(layer.mlp, experts, in_stack, config, normed), cache
+
+
+def _shortcut_layer(
+    layer: ShortcutLayer,
+    experts: MLP,
+    index: tuple[Int[Array, ""], Int[Array, ""]],
+    config: ModelConfig,
+    x: Float[Array, "b t hidden"],
+    angles: Float[Array, "b t two half"],
+    cache: KVCache,
+    placement: Placement,
+) -> tuple[Float[Array, "b t hidden"], KVCache]:
+    """LongCat's layer: the experts' output skips the second block (arXiv:2509.01322, section 2.1.2)."""
+    in_stack, in_pool = index
+    x, normed, cache = _attend(layer.first, in_pool, config, x, angles, cache, placement)
+    routed = apply_moe(layer.moe, experts, in_stack, config, normed)
+    x = x + swiglu(normed, layer.first.mlp)
+    x, normed, cache = _attend(layer.second, in_pool + 1, config, x, angles, cache, placement)
+    return x + swiglu(normed, layer.second.mlp) + routed, cache
+
+
+def _attend(
+    layer: Layer,
+    in_pool: Int[Array, ""],
+    config: ModelConfig,
+    x: Float[Array, "b t hidden"],
+    angles: Float[Array, "b t two half"],
+    cache: KVCache,
+    placement: Placement,
+) -> tuple[Float[Array, "b t hidden"], Float[Array, "b t hidden"], KVCache]:
+    """The residual stream after attention, and what the MLP reads of it."""
+    normed = rms_norm(x, layer.attn_norm, config.rms_norm_eps)
+    attended, cache = _attention(layer.attn, in_pool, config, normed, angles, cache, placement)
+    x = x + attended
+    return x, rms_norm(x, layer.mlp_norm, config.rms_norm_eps), cache
 
 
 def _attention(
@@ -178,7 +216,7 @@ def _attention(
     placement: Placement,
 ) -> tuple[Float[Array, "b t hidden"], KVCache]:
     """Absorbed MLA: queries move into the latent space, so attention reads latents and never expands keys."""
-    q_nope, q_rope = project_queries(attn, config, x, angles)
+    q_nope, q_rope = project_queries(attn, config, x, angles, placement.positions(x.shape[1]))
     latent, rope = project_latents(attn, config, x, angles)
     pools = latent_append(cache.latent, cache.rope, layer, placement.slots(x.shape[1]), latent, rope)
     q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, attn.k_up)

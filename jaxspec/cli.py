@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint import checkpoint_info, convert
 from jaxspec.engine import LLM, RequestOutput
 from jaxspec.sampling.params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns its exit status: 0, 1 where outputs say what failed, 2 where there are none."""
+    """Runs a command line; returns its exit status: 0, 1 where the output says what failed, 2 where there is none."""
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -26,10 +28,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxspec", description="Speculative decoding for MLA models in JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
+    _add_generate(commands)
+    _add_info(commands)
+    _add_convert(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
     generate = commands.add_parser("generate", help="complete prompts", allow_abbrev=False)
     generate.set_defaults(run=_generate)
     add = generate.add_argument
-    add("--model", help="folder of a Hugging Face checkpoint (default: the small model that comes along)")
+    add(
+        "--model",
+        help="folder of a checkpoint, or owner/name of one on the hub (default: the small one that comes along)",
+    )
     add("--prompt", action="append", default=[], help="a prompt; may be given several times")
     add("--prompts-file", type=Path, help="a prompt a line; or .jsonl: texts, or objects with prompt(_token_ids)")
     add("--max-tokens", type=int, default=128, help="most tokens to generate per prompt (default 128)")
@@ -39,7 +51,36 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="makes sampled output reproducible")
     add("--output", type=Path, help="write one JSON object per prompt to this file")
     add("--json", action="store_true", help="print one JSON object, with outputs and metrics, and nothing else")
-    return parser
+
+
+def _add_info(commands: Any) -> None:
+    info = commands.add_parser("info", help="describe a checkpoint, without reading its weights", allow_abbrev=False)
+    info.set_defaults(run=_info)
+    info.add_argument("path", help="folder of a checkpoint, or owner/name of one in the hub's cache")
+    info.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _add_convert(commands: Any) -> None:
+    command = commands.add_parser("convert", help="make a store, which loads onto any mesh", allow_abbrev=False)
+    command.set_defaults(run=_convert)
+    add = command.add_argument
+    add("source", help="folder of a Hugging Face checkpoint, or owner/name of one on the hub")
+    add("out", type=Path, help="folder to make; an interrupted conversion goes on where it was")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="cast weights (default: as they are stored)")
+    add("--weight-format", choices=("dequantized", "fp8"), default="dequantized", help="what becomes of FP8 weights")
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    nbytes = convert(arguments.source, arguments.out, dtype=arguments.dtype, weight_format=arguments.weight_format)
+    print(f"{arguments.out}: {nbytes:,} bytes in {time.perf_counter() - started:.1f} s")
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    info = checkpoint_info(arguments.path)
+    print(json.dumps(info.to_dict()) if arguments.json else info)
+    return 0 if info.usable else 1
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import tokenizers
 from safetensors.numpy import save_file
 
 # Within 40 tokens any changed token moves every later log-probability by more than 1e-4, yet no argmax moves.
@@ -248,6 +249,14 @@ def add_mtp_copies(config: dict[str, Any], tensors: Tensors) -> None:
     for layer in mtp_layers(config):
         tensors[f"model.layers.{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
         tensors[f"model.layers.{layer}.shared_head.head.weight"] = tensors[head].copy()
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Token i is the word i. There is no unknown word: other text cannot be encoded."""
+    words = tokenizers.models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="unknown")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_folder(path: Path, config: dict[str, Any], tensors: Tensors, shards: int = 1) -> None:

@@ -4,15 +4,18 @@ Runs share one compiled program per K: three or four prompts that can run, and u
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
-import tokenizers
-from fixtures import write_rnd
+from fixtures import write_rnd, write_tokenizer
 
 from jaxspec import cli
+from jaxspec.checkpoint import load
 
 PROMPTS = ["1 2 3", "100", "7 7 7 7 7", "64 32 16"]
 METRICS = {
@@ -32,10 +35,7 @@ METRICS = {
 def model(tmp_path_factory):
     """RND of at most 64 tokens, where token i is the word i."""
     folder = write_rnd(tmp_path_factory.mktemp("cli") / "rnd", max_position_embeddings=64)
-    words = tokenizers.models.WordLevel({str(i): i for i in range(128)}, unk_token="unknown")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, 128)
     return folder
 
 
@@ -249,3 +249,42 @@ def test_the_installed_script(model, run):
     found = json.loads(done.stdout)
     assert found.keys() == {"outputs", "metrics"}
     assert found["outputs"] == json.loads(run(*each(PROMPTS), "--json")[1])["outputs"]
+
+
+def test_convert(model, tmp_path, capsys):
+    arguments = ["convert", str(model), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"{tmp_path / 'out'}: [\d,]+ bytes in \d+\.\d s\n", out)
+    assert err == ""
+    nbytes = int(out.split()[1].replace(",", ""))
+    _, params = load(tmp_path / "out")
+    assert nbytes == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert params.embed.dtype == jnp.bfloat16
+    assert cli.main(arguments) == 2
+    assert "out: exists already" in capsys.readouterr().err
+
+
+def test_progress_of_a_conversion(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main(["convert", str(model), str(tmp_path / "out")]) == 0
+    assert re.search(r"Converting: 100%.* 1\.17M/1\.17M", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/absent", "out"], "/absent: no such folder: expected a local one"),
+        (["MODEL", "MODEL"], "exists already: remove it, or convert to another folder"),
+        (["MODEL", "out", "--weight-format", "fp8"], "got no matrix stored in F8_E4M3, expected some"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line_on_stderr(model, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", *(str(model) if word == "MODEL" else word for word in arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jaxspec: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -8,18 +8,21 @@ import dataclasses
 import functools
 import json
 import re
+import sys
 
 import jax
 import numpy as np
 import pytest
-import tokenizers
-from fixtures import rnd_config, rnd_tensors, write_cyc, write_folder, write_rnd
+from fixtures import rnd_config, rnd_tensors, write_cyc, write_folder, write_rnd, write_tokenizer
 from oracles import greedy_reference
+from test_fp8 import write_fp8
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.checkpoint import convert
 from jaxspec.engine import Metrics
 from jaxspec.engine import llm as llm_module
 from jaxspec.engine.requests import as_params, as_prompts
+from jaxspec.models.block_scaled import BlockScaled
 
 EOS = [2, 5]
 VOCAB = 128
@@ -56,14 +59,6 @@ def tokens(outputs):
 
 def reasons(outputs):
     return [output.outputs[0].finish_reason for output in outputs]
-
-
-def write_tokenizer(folder, vocab_size):
-    """Token i is the word i. There is no unknown word: other text cannot be encoded."""
-    words = tokenizers.models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="unknown")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
@@ -601,3 +596,26 @@ def test_a_tokenizer_that_does_not_match(tmp_path, monkeypatch):
     monkeypatch.setattr(llm_module, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match="does not match the vocabulary: got ids up to 128, expected less than"):
         LLM(folder)
+
+
+# --- Formats of checkpoints -----------------------------------------------------------------------------------------
+
+
+def test_weights_kept_in_fp8_and_stores_give_the_same_tokens(tmp_path):
+    """Dequantised on load, kept in FP8, and restored from either kind of store: one model."""
+    source, options = write_fp8(tmp_path / "fp8"), {"speculative_config": {"num_speculative_tokens": 3}}
+    llms = [LLM(source, max_model_len=64, **options), LLM(source, weight_format="fp8", max_model_len=64, **options)]
+    for weight_format in ("dequantized", "fp8"):
+        store = tmp_path / f"{weight_format}.store"
+        convert(source, store, dtype="float32", weight_format=weight_format)
+        llms.append(LLM(store, max_model_len=64, **options))
+    kept = [isinstance(llm.params.moe.mlp.experts.gate, BlockScaled) for llm in llms]
+    assert kept == [False, True, False, True]
+    outputs = [tokens(llm.generate(PROMPTS[:4], PARAMS[:4])) for llm in llms]
+    assert outputs == [outputs[0]] * 4
+
+
+def test_names_of_the_hub_say_what_they_take(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=r'owner/model: no such folder, and it takes an extra.*"jaxspec\[hub\]"'):
+        LLM("owner/model")

@@ -172,7 +172,6 @@ def test_scales_of_other_dtypes(tmp_path, scales):
     np.testing.assert_array_equal(load(path)[1].moe.attn.o[1].T, expected_tensor(tensors, name, "bfloat16"))
 
 
-@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matrices_may_stay_in_fp8(tmp_path, dtype):
     path = write_fp8(tmp_path / "fp8")
@@ -189,7 +188,6 @@ def test_matrices_may_stay_in_fp8(tmp_path, dtype):
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(kept))
 
 
-@pytest.mark.usefixtures("unchecked_annotations")
 def test_arrays_that_are_partly_in_fp8_are_dequantized(tmp_path):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
 
@@ -362,7 +360,6 @@ def assert_same(one, other) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), one, other)
 
 
-@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize("weight_format", ["dequantized", "fp8"])
 def test_arrays_go_where_they_are_told(tmp_path, weight_format):
     path = write_fp8(tmp_path / "fp8")

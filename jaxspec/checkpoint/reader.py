@@ -36,7 +36,7 @@ Stored = dict[str, StoredTensor]
 WeightFormat = Literal["dequantized", "fp8"]
 # Dtypes that weights can be cast to.
 _WEIGHT_DTYPES = tuple(DTYPES[name] for name in ("BF16", "F16", "F32"))
-# What a thread reads of a tensor at once; larger is slower, for it leaves the processor's cache.
+# What a thread reads of a tensor at once. By less, transposed rows are written in strips too short for the memory.
 _CHUNK_BYTES = 2 << 20
 # Bytes from which on a call of XLA's transposition is worth it.
 _LARGE = 1 << 16
@@ -171,7 +171,7 @@ def _aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _copy_bits(source: np.ndarray, out: np.ndarray) -> None:
     """Copies between arrays of one dtype and shape and any strides.
 
-    XLA transposes about twice as fast as NumPy, and as integers NumPy copies what is not its own dtype.
+    XLA transposes up to twice as fast as NumPy, and as integers NumPy copies what is not its own dtype.
     """
     order = sorted(range(out.ndim), key=lambda axis: -out.strides[axis])
     source, out = (x.view(f"u{x.dtype.itemsize}").transpose(order) for x in (source, out))
@@ -198,34 +198,7 @@ def load(
     sharding: Callable[[Weight], Sharding] | None = None,
     use_tqdm: bool | None = None,
 ) -> tuple[ModelConfig, Params]:
-    """Loads a model from a folder of `config.json` and safetensors.
-
-    MTP modules are found by depth, at the layers that follow the trunk's. Their copies of the trunk's embedding and
-    head may be left out of the file; where all of them are stored and repeat the trunk's, they are dropped.
-
-    Args:
-        path: local folder.
-        dtype: bfloat16, float16 or float32, to cast the weights to while they are copied; None keeps them as
-            stored, and takes FP8 weights to the dtype of the others. Weights with a dtype of their own (the
-            router's) have that one either way.
-        widen: False leaves weights as they are that are stored narrower than `dtype`; used with activations of that
-            dtype they give the same results, at half the memory.
-        weight_format: what becomes of weights in FP8. "dequantized" multiplies them out; "fp8" keeps those that are
-            plain matrices as `BlockScaled`, which dequantises tile by tile in use.
-        sharding: where each array goes, from its declaration; by default all go to the default device. The scales
-            of a `BlockScaled` follow its stacked axes alone.
-        use_tqdm: show a progress bar; by default, where standard error is a terminal.
-
-    Returns:
-        The architecture and its parameters.
-
-    Raises:
-        CheckpointError: a ValueError that names the file, what it holds, what was expected and what to do. The path
-            is no checkpoint; config.json is refused; a shard is missing or damaged; index, shards and config
-            disagree; the weights have several dtypes and `dtype` is None; or `weight_format` is "fp8" and no weight
-            can stay in it.
-        ValueError: `dtype` or `weight_format` is none of those named.
-    """
+    """Loads a model from a local folder of `config.json` and safetensors. See `jaxspec.checkpoint.load`."""
     opened = open_checkpoint(path, dtype, widen=widen, weight_format=weight_format)
     hidden = None if use_tqdm is None else not use_tqdm
     on_host = sharding is None and jax.default_backend() == "cpu"
@@ -243,7 +216,7 @@ def _stream(
     opened: Opened, weight: Weight, sharding: Sharding | None, advance: Callable[[int], object]
 ) -> Array | BlockScaled:
     """Writes a weight to its devices, one index of the first stacked axis after another."""
-    shardings = [sharding, _of_axes(sharding, 0, len(weight.stack))]
+    shardings = [sharding, of_axes(sharding, 0, len(weight.stack))]
     if not weight.stack:
         leaves, tree = jax.tree.flatten(opened.read(weight, advance=advance))
         return jax.tree.unflatten(tree, [jax.device_put(x, s) for x, s in zip(leaves, shardings, strict=False)])
@@ -256,12 +229,12 @@ def _stream(
                 for part, s in zip(parts, shardings, strict=False)
             ]
         for i, part in enumerate(parts):
-            here = jax.device_put(part, _of_axes(shardings[i], 1, None))
+            here = jax.device_put(part, of_axes(shardings[i], 1, None))
             whole[i] = _writer(shardings[i])(whole[i], here, layer)
     return jax.tree.unflatten(tree, whole)
 
 
-def _of_axes(sharding: Sharding | None, start: int, stop: int | None) -> Sharding | None:
+def of_axes(sharding: Sharding | None, start: int, stop: int | None) -> Sharding | None:
     """The sharding of an array with only some of the axes."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -285,7 +258,7 @@ def open_checkpoint(
 
     Args and errors are those of `load`.
     """
-    target = None if dtype is None else _weight_dtype(dtype)
+    target = None if dtype is None else weight_dtype(dtype)
     if weight_format not in ("dequantized", "fp8"):
         raise ValueError(f"weight_format: got {weight_format!r}, expected 'dequantized' or 'fp8'")
     folder = Path(path)
@@ -362,7 +335,12 @@ def _stored_axes(weight: Weight) -> tuple[int, ...] | None:
     return tuple(order[rank] for rank in np.argsort(sorted(range(probe.ndim), key=theirs.__getitem__)))
 
 
-def _weight_dtype(dtype: Any) -> np.dtype:
+def weight_dtype(dtype: Any) -> np.dtype:
+    """The dtype that weights are to have, of anything that names one.
+
+    Raises:
+        ValueError: it is none that weights can be cast to.
+    """
     try:
         target = jnp.dtype(dtype)
     except TypeError:

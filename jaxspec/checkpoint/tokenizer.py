@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tokenizers
 
-from jaxspec.checkpoint.files import CheckpointError, read_json_object
+from jaxspec.checkpoint.files import CheckpointError, file_exists, read_json_object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,10 @@ def load_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer | None:
         vocab_size: the model's. A tokenizer may have fewer ids, for models pad their vocabulary.
 
     Raises:
-        CheckpointError: a file cannot be read, or the tokenizer has ids outside the model's vocabulary.
+        CheckpointError: a file cannot or may not be read, or the tokenizer has ids outside the model's vocabulary.
     """
     file = Path(path) / "tokenizer.json"
-    if not file.is_file():
+    if not file_exists(file):
         return None
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
@@ -61,15 +61,21 @@ def load_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer | None:
             f"{file}: a tokenizer that does not match the vocabulary: got ids up to {highest}, expected less than "
             f"vocab_size {vocab_size} of config.json: fetch both from one revision"
         )
-    return Tokenizer(backend, _read_chat_template(Path(path)))
+    return Tokenizer(backend, read_chat_template(Path(path)))
 
 
-def _read_chat_template(folder: Path) -> str | None:
-    """`chat_template.jinja`, else the (default) template in tokenizer_config.json, as transformers has it."""
-    if (folder / "chat_template.jinja").is_file():
+def read_chat_template(folder: Path) -> str | None:
+    """Jinja source of `chat_template.jinja`, else of the (default) template in tokenizer_config.json; None without.
+
+    Transformers looks in the same places in the same order.
+
+    Raises:
+        CheckpointError: a file cannot or may not be read (`file_exists`), or the template is no text.
+    """
+    if file_exists(folder / "chat_template.jinja"):
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     file = folder / "tokenizer_config.json"
-    template = read_json_object(file).get("chat_template") if file.is_file() else None
+    template = read_json_object(file).get("chat_template") if file_exists(file) else None
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

@@ -17,8 +17,8 @@ from jaxtyping import Array, Int
 from tqdm import tqdm
 
 from jaxspec.cache import KVCache
-from jaxspec.checkpoint import load, load_tokenizer
-from jaxspec.checkpoint.reader import read_config
+from jaxspec.checkpoint import load, load_tokenizer, read_config, resolve
+from jaxspec.checkpoint.reader import WeightFormat
 from jaxspec.config import ModelConfig, SpeculativeConfig
 from jaxspec.decoding.loop import Generation, generate
 from jaxspec.decoding.state import Finish, init_state, pages_per_row
@@ -66,7 +66,8 @@ class LLM:
     """A model, its tokenizer and its KV cache, for batch generation in this process.
 
     Args:
-        model: folder of a Hugging Face checkpoint; None is the one that comes with the library.
+        model: folder of a Hugging Face checkpoint or of a converted one, or a model's name on the hub (with the extra
+            "hub"); None is the one that comes with the library.
         speculative_config: None decodes one token a round; otherwise a `SpeculativeConfig` or its fields, as in
             `{"method": "mtp", "num_speculative_tokens": 3}`.
         max_model_len: most tokens of one request, prompt and output. None is the model's own limit, but at most
@@ -75,6 +76,8 @@ class LLM:
         dtype: of activations and KV cache: "auto" is float32 on a CPU and what the checkpoint stores elsewhere; or
             bfloat16, float16, float32. Weights stored narrower stay so and widen where they are used, which changes
             no result and halves what a step reads.
+        weight_format: of weights that the checkpoint has in FP8: "dequantized" or "fp8", as in `load`. None is the
+            first, or what the checkpoint was converted to.
         page_size: tokens a page of the KV cache holds.
         num_pages: pages of the KV cache, the scratch page included. None holds `max_num_seqs` full requests.
         seed: makes the seeds of requests without one reproducible; None takes them from the operating system.
@@ -91,11 +94,12 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         dtype: Any = "auto",
+        weight_format: WeightFormat | None = None,
         page_size: int = 16,
         num_pages: int | None = None,
         seed: int | None = None,
     ) -> None:
-        path = bundled_checkpoint() if model is None else Path(model)
+        path = bundled_checkpoint() if model is None else resolve(model)
         self.spec = _as_spec(speculative_config)
         self.max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
         self.page_size = _at_least_one("page_size", page_size)
@@ -109,7 +113,7 @@ class LLM:
         self.num_pages = self._pool(num_pages)
         if isinstance(dtype, str) and dtype == "auto":
             dtype = jnp.float32 if jax.default_backend() == "cpu" else None
-        self.config, self.params = load(path, dtype, widen=False)
+        self.config, self.params = load(path, dtype, widen=False, weight_format=weight_format)
         self._activations = self.params.embed.dtype if dtype is None else jnp.dtype(dtype)
         self._cache: KVCache | None = None
         self._programs: dict[tuple, Any] = {}
@@ -166,9 +170,10 @@ class LLM:
     def _limit(self, max_model_len: int | None) -> int:
         own = self.config.max_position_embeddings
         if max_model_len is None:
-            return min(own, 4096)
+            return min(own, 4096, self.config.index_topk or own)
         if not 2 <= _at_least_one("max_model_len", max_model_len) <= own:
             raise ValueError(f"max_model_len: got {max_model_len}, expected 2..{own} (the model's own limit)")
+        self.config.check_context("max_model_len", max_model_len)
         return max_model_len
 
     def _pool(self, num_pages: int | None) -> int:

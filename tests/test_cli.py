@@ -26,6 +26,9 @@ METRICS = {
     "acceptance_rate_per_position",
     "num_generated_tokens",
     "tokens_per_second",
+    "num_preemptions",
+    "num_stalls",
+    "num_steps",
     "seconds_compile",
     "seconds_decode",
 }

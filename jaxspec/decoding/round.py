@@ -81,27 +81,75 @@ def prefill(
     Raises:
         ValueError: at trace time, when the table is too narrow.
     """
-    width = prompts.shape[1]
+    wanted = lengths > 0
+    state = state.replace(
+        kv_len=jnp.where(wanted, 0, state.kv_len),
+        limit=jnp.where(wanted, limits, state.limit),
+        finish=jnp.where(wanted, Finish.PREFILLING, state.finish),
+    )
+    whole = jnp.ones_like(wanted)
+    state, info = prefill_chunk(params, config, spec, state, prompts, lengths, jnp.zeros_like(lengths), whole)
+    state = state.replace(finish=jnp.where(state.prefilling, Finish.ERROR, state.finish))
+    return state, info.replace(stalled=jnp.zeros_like(wanted), finish=state.finish)
+
+
+def prefill_chunk(
+    params: Params,
+    config: ModelConfig,
+    spec: SpeculativeConfig,
+    state: DecodeState,
+    tokens: Int[Array, "b t"],
+    length: Int[Array, "b"],
+    following: Int[Array, "b"],
+    is_last: Bool[Array, "b"],
+) -> tuple[DecodeState, RoundInfo]:
+    """Caches the next tokens of prompts. Where a prompt ends, draws the first token and drafts the next ones.
+
+    Args:
+        params: the parameters.
+        config: the architecture (static).
+        spec: the speculation (static).
+        state: the rows, some of them prefilling.
+        tokens: what stands at the positions from kv_len on, padded on the right with any valid id.
+        length: how many of them count; 0 leaves a row alone.
+        following: the prompt's token after the chunk, which the drafter's cache needs; any id where `is_last`.
+        is_last: the prompt ends with the chunk.
+
+    Returns:
+        The rows, and the first tokens. A row that found no pages is unchanged, and stalled.
+
+    Raises:
+        ValueError: at trace time, when the table is too narrow.
+    """
     check_table_width(state)
-    state, rows = _admit(state, lengths, limits, width)
+    width, wanted, start = tokens.shape[1], length > 0, jnp.where(length > 0, state.kv_len, 0)
+    room = jnp.where(wanted, start + length, 0)
+    (capacity, table), ok = ledger_ops.reserve((state.capacity, state.table), room, width)
+    rows = wanted & ok
+    ends, length = rows & is_last, jnp.where(rows, length, 0)
     # The draft stage writes beyond the prompt: its room is granted like a round's, and goes back unverified.
-    state, may_draft = _grant(state, rows)
-    window = _window(state, jnp.zeros_like(lengths), rows, width + max(state.num_drafts - 1, 0))
+    state, may_draft = _grant(state.replace(capacity=capacity, table=table), ends)
+    window = _window(state, start, rows, width + max(state.num_drafts - 1, 0))
 
-    length = jnp.where(rows, lengths, 0)
-    placement = Placement(state.table.page_ids, jnp.zeros_like(lengths), length, window)
-    hidden, cache = forward(params, config, prompts, state.cache, placement)
-    each, last = jnp.arange(lengths.shape[0]), jnp.maximum(lengths - 1, 0)
+    hidden, cache = forward(params, config, tokens, state.cache, Placement(table.page_ids, start, length, window))
+    each, last = jnp.arange(length.shape[0]), jnp.maximum(length - 1, 0)
     logits = apply_head(params, hidden[each, last])[:, None]
-    first = sample(log_probs(logits, state.sampling), state.sampling, lengths[:, None])
-    healthy = jnp.all(jnp.isfinite(logits), axis=(1, 2))
-    state, info = _commit(state.replace(cache=cache), Verdict(first, jnp.zeros_like(lengths)), rows, healthy)
+    first = sample(log_probs(logits, state.sampling), state.sampling, (start + length)[:, None])
+    healthy = jnp.all(jnp.isfinite(logits), axis=(1, 2)) | ~ends
+    cached = state.replace(
+        cache=cache,
+        kv_len=jnp.where(rows, start + length - ends, state.kv_len),
+        finish=jnp.where(ends, Finish.RUNNING, state.finish),
+    )
+    state, info = _commit(cached, Verdict(first, jnp.zeros_like(length)), ends, healthy)
 
-    next_tokens = jnp.roll(prompts, -1, axis=1).at[each, last].set(first[:, 0])
-    verified = Verified(jnp.zeros_like(lengths), next_tokens, hidden, length, state.table.page_ids, window)
+    following = jnp.where(is_last, first[:, 0], following)
+    next_tokens = jnp.roll(tokens, -1, axis=1).at[each, last].set(following)
+    verified = Verified(start, next_tokens, hidden, length, state.table.page_ids, window)
     state = _draft(params, config, spec, state, verified, may_draft)
-    ledger = ledger_ops.revert((state.capacity, state.table), rows, state.num_drafts)
-    return _release_finished(state.replace(capacity=ledger[0], table=ledger[1])), info
+    ledger = ledger_ops.revert((state.capacity, state.table), ends, state.num_drafts)
+    state = release_finished(state.replace(capacity=ledger[0], table=ledger[1]))
+    return state, info.replace(stalled=wanted & ~rows)
 
 
 def check_table_width(state: DecodeState) -> None:
@@ -113,23 +161,6 @@ def check_table_width(state: DecodeState) -> None:
             f"the page table has {got} columns of {page_size} tokens; max_model_len {state.max_model_len} with "
             f"{state.num_drafts} drafts needs {expected}: ceil((max_model_len + 2 * drafts) / page_size)"
         )
-
-
-def _admit(
-    state: DecodeState, lengths: Int[Array, "b"], limits: Int[Array, "b"], width: int
-) -> tuple[DecodeState, Bool[Array, "b"]]:
-    """Starts the rows that have a prompt and find pages for it."""
-    wanted = lengths > 0
-    (capacity, table), ok = ledger_ops.reserve((state.capacity, state.table), lengths, width)
-    rows = wanted & ok
-    started = state.replace(
-        capacity=capacity,
-        table=table,
-        kv_len=jnp.where(rows, lengths - 1, state.kv_len),
-        limit=jnp.where(rows, limits, state.limit),
-        finish=jnp.where(rows, Finish.RUNNING, jnp.where(wanted, Finish.ERROR, state.finish)),
-    )
-    return started, rows
 
 
 def _grant(state: DecodeState, rows: Bool[Array, "b"]) -> tuple[DecodeState, Bool[Array, "b"]]:
@@ -222,12 +253,12 @@ def _draft(
 def _settle(state: DecodeState, rows: Bool[Array, "b"], num_accepted: Int[Array, "b"]) -> DecodeState:
     ledger = (state.capacity, state.table)
     ledger = ledger_ops.settle(ledger, rows, num_accepted, state.kv_len + 1, state.num_drafts)
-    return _release_finished(state.replace(capacity=ledger[0], table=ledger[1]))
+    return release_finished(state.replace(capacity=ledger[0], table=ledger[1]))
 
 
-def _release_finished(state: DecodeState) -> DecodeState:
+def release_finished(state: DecodeState) -> DecodeState:
     """Pages of finished rows go back at once."""
-    done = (state.capacity.capacity > 0) & ~state.running
+    done = (state.capacity.capacity > 0) & ~state.running & ~state.prefilling
     ledger = (state.capacity, state.table)
     capacity, table = jax.lax.cond(jnp.any(done), lambda: ledger_ops.release(ledger, done), lambda: ledger)
     return state.replace(capacity=capacity, table=table)

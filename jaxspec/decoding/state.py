@@ -24,11 +24,14 @@ class Finish(enum.IntEnum):
     LENGTH = 2
     ERROR = 3  # non-finite logits, or no room for the prompt
     EMPTY = 4  # the row holds no request
+    PREFILLING = 5  # the row's prompt is not cached in full yet
 
 
 @struct.dataclass
 class DecodeState:
     """The state of b rows. Between rounds, a row has kv_len + 1 committed tokens and capacity for kv_len.
+
+    (While it is prefilling, kv_len tokens of its prompt are cached, and no token is committed.)
 
     Attributes:
         cache: the pools.
@@ -66,10 +69,15 @@ class DecodeState:
         """Rows that still decode."""
         return self.finish == Finish.RUNNING
 
+    @property
+    def prefilling(self) -> Bool[Array, "b"]:
+        """Rows whose prompt is not cached in full."""
+        return self.finish == Finish.PREFILLING
+
 
 @struct.dataclass
 class RoundInfo:
-    """What one round did, per row.
+    """What one round did, per row; or several, on a leading axis.
 
     Attributes:
         tokens: the committed tokens, in the first `num_tokens` columns.
@@ -80,12 +88,12 @@ class RoundInfo:
         finish: a `Finish` value, after the round.
     """
 
-    tokens: Int[Array, "b t"]
-    num_tokens: Int[Array, "b"]
-    num_drafts: Int[Array, "b"]
-    num_accepted: Int[Array, "b"]
-    stalled: Bool[Array, "b"]
-    finish: Int[Array, "b"]
+    tokens: Int[Array, "*r b t"]
+    num_tokens: Int[Array, "*r b"]
+    num_drafts: Int[Array, "*r b"]
+    num_accepted: Int[Array, "*r b"]
+    stalled: Bool[Array, "*r b"]
+    finish: Int[Array, "*r b"]
 
 
 def pages_per_row(max_model_len: int, num_drafts: int, page_size: int) -> int:

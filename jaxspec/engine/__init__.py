@@ -1,6 +1,16 @@
 """The engine around the jitted programs: requests in, outputs and metrics out."""
 
+from jaxspec.engine.engine import Engine, EngineConfig, Live
 from jaxspec.engine.llm import LLM, bundled_checkpoint
 from jaxspec.engine.outputs import CompletionOutput, Metrics, RequestOutput
 
-__all__ = ["LLM", "CompletionOutput", "Metrics", "RequestOutput", "bundled_checkpoint"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "Live",
+    "Metrics",
+    "RequestOutput",
+    "bundled_checkpoint",
+]

@@ -67,6 +67,9 @@ class Metrics:
         num_accepted_tokens: drafts accepted.
         num_accepted_tokens_per_pos: how often the draft at each place was accepted.
         num_generated_tokens: tokens given out.
+        num_preemptions: how often a request lost its pages to older ones, to start again later from its tokens.
+        num_stalls: rounds that a row had to sit out for want of pages.
+        num_steps: reports read.
         seconds_compile: time spent compiling.
         seconds_decode: time spent in prefill and decoding.
     """
@@ -76,8 +79,21 @@ class Metrics:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = dataclasses.field(default_factory=list)
     num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_stalls: int = 0
+    num_steps: int = 0
     seconds_compile: float = 0.0
     seconds_decode: float = 0.0
+
+    def count_round(self, num_tokens: int, num_drafts: int, num_accepted: int, stalled: bool) -> None:
+        """Counts what one round did for one row. `num_accepted_tokens_per_pos` has a place for every draft."""
+        self.num_generated_tokens += num_tokens
+        self.num_drafts += num_drafts > 0
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        self.num_stalls += stalled
+        for place in range(num_accepted):
+            self.num_accepted_tokens_per_pos[place] += 1
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -122,7 +122,7 @@ class Engine:
                 f"num_pages: got {options.num_pages}, expected at least {self.pages_per_request + 1}: one request of "
                 f"max_model_len {options.max_model_len} with {spec.num_speculative_tokens} drafts, and scratch"
             )
-        self.metrics = Metrics(num_accepted_tokens_per_pos=[0] * spec.num_speculative_tokens)
+        self.reset_metrics()
         self._waiting: collections.deque[Live] = collections.deque()
         self._rows: dict[int, Live] = {}
         self._dispatched: collections.deque[_Dispatched] = collections.deque()
@@ -136,11 +136,6 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do."""
         return bool(self._known or self._lost)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that have a row."""
-        return len(self._rows)
 
     def add_request(self, request_id: Hashable, request: Request, seed: int | None = None) -> None:
         """Queues a request.

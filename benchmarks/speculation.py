@@ -11,18 +11,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import statistics
 from pathlib import Path
 
-import jax
+import readme
 
 from jaxspec import LLM, SamplingParams
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
-MARKS = "<!-- speculation: made by benchmarks/speculation.py -->\n", "<!-- /speculation -->"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +57,14 @@ def measure(batch: int, most_drafts: int, max_tokens: int, turns: int) -> list[R
 
 
 def _engine(num_drafts: int, batch: int) -> LLM:
-    return LLM(speculative_config={"num_speculative_tokens": num_drafts}, max_model_len=512, max_num_seqs=batch)
+    # Every turn decodes the same prompts, and is to do so from the start.
+    options = {"enable_prefix_caching": False, "rounds_per_dispatch": 4}
+    return LLM(
+        speculative_config={"num_speculative_tokens": num_drafts},
+        max_model_len=512,
+        max_num_seqs=batch,
+        engine_config=options,
+    )
 
 
 def as_table(rows: list[Row]) -> str:
@@ -76,18 +79,6 @@ def as_table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _setting(max_tokens: int, turns: int) -> str:
-    return (
-        f"{max_tokens} greedy tokens a prompt, medians of {turns} turns; jax {jax.__version__} on "
-        f"{jax.default_backend()}, {os.cpu_count()} cores, {platform.machine()}."
-    )
-
-
-def _update_readme(text: str) -> None:
-    before, rest = README.read_text().split(MARKS[0])
-    README.write_text(before + MARKS[0] + text + MARKS[1] + rest.split(MARKS[1], 1)[1])
-
-
 def main() -> None:
     """Measures, prints the table and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,13 +89,14 @@ def main() -> None:
     parser.add_argument("--update-readme", action="store_true", help="put the table into the README")
     args = parser.parse_args()
     rows = [row for b in args.batches for row in measure(b, args.most_drafts, args.max_tokens, args.turns)]
-    table, setting = as_table(rows), _setting(args.max_tokens, args.turns)
+    table = as_table(rows)
+    setting = f"{args.max_tokens} greedy tokens a prompt, medians of {args.turns} turns; {readme.machine()}."
     print(table, setting, sep="\n")
     result = {"setting": setting, "rows": [dataclasses.asdict(row) for row in rows]}
     (HERE / "results").mkdir(exist_ok=True)
     (HERE / "results" / "speculation.json").write_text(json.dumps(result, indent=1) + "\n")
     if args.update_readme:
-        _update_readme(f"{table}\n{setting}\n")
+        readme.update("speculation", f"{table}\n{setting}\n")
 
 
 if __name__ == "__main__":

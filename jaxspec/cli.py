@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import checkpoint_info, convert
-from jaxspec.engine import LLM, RequestOutput
+from jaxspec.engine import LLM, Metrics, RequestOutput
 from jaxspec.sampling.params import SamplingParams
 
 
@@ -98,13 +98,13 @@ def _generate(arguments: argparse.Namespace) -> int:
     }
     llm = LLM(arguments.model, speculative_config=speculative)
     outputs = llm.generate(prompts, params)
-    metrics = llm.get_metrics().to_dict()
+    metrics = llm.get_metrics()
     if arguments.output is not None:
         with arguments.output.open("w") as file:
             for output in outputs:
                 print(json.dumps(_as_object(output)), file=file)
     if arguments.json:
-        print(json.dumps({"outputs": [_as_object(output) for output in outputs], "metrics": metrics}))
+        print(json.dumps({"outputs": [_as_object(output) for output in outputs], "metrics": metrics.to_dict()}))
     else:
         _show(outputs, metrics)
     return 1 if any(output.error is not None for output in outputs) else 0
@@ -146,16 +146,11 @@ def _as_object(output: RequestOutput) -> dict[str, Any]:
     return found if output.error is None else found | {"error": output.error}
 
 
-def _show(outputs: Sequence[RequestOutput], metrics: dict[str, Any]) -> None:
+def _show(outputs: Sequence[RequestOutput], metrics: Metrics) -> None:
     for output in outputs:
         if output.error is not None:
             print(f"[request {output.request_id} failed: {output.error}]\n")
             continue
         prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
         print(f"{prompt}{output.outputs[0].text}\n")
-    rates = ", ".join(f"{rate:.0%}" for rate in metrics["acceptance_rate_per_position"]) or "none"
-    print(
-        f"{metrics['num_generated_tokens']} tokens at {metrics['tokens_per_second']:.0f} tokens/s "
-        f"(compiled in {metrics['seconds_compile']:.1f} s); {metrics['mean_acceptance_length']:.2f} tokens per "
-        f"verification, drafts accepted by position: {rates}"
-    )
+    print(f"{metrics.summary()} (compiled in {metrics.seconds_compile:.1f} s)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxspec.families import FAMILIES, Family
@@ -270,11 +270,19 @@ class SpeculativeConfig:
         num_speculative_tokens: K, drafts a round; 0 decodes one token a round.
         verification: "coupled", whose output is a function of model, prompt and seed alone, or
             "rejection", which accepts more often at the price of that property.
+        draft_len_schedule: K by batch size, as in TensorRT-LLM: with {4: 3, 16: 1}, up to 4 rows draft 3 tokens a
+            round, up to 16 draft 1, and more draft none. None: `num_speculative_tokens` for any.
+        acceptance_rate_window_size: over how many rounds with drafts the gate averages; None: no gate.
+        acceptance_rate_threshold: below this mean share of drafts that are accepted (in 0..1) the gate turns drafting
+            off for good, as TensorRT-LLM's does.
     """
 
     method: Literal["mtp"] = "mtp"
     num_speculative_tokens: int = 3
     verification: Literal["coupled", "rejection"] = "coupled"
+    draft_len_schedule: Mapping[int, int] | Sequence[tuple[int, int]] | None = None
+    acceptance_rate_window_size: int | None = None
+    acceptance_rate_threshold: float | None = None
 
     def __post_init__(self) -> None:
         _require(self.method in ("mtp",), "speculative method 'mtp'", repr(self.method))
@@ -283,6 +291,38 @@ class SpeculativeConfig:
         _require(0 <= k <= 64, "num_speculative_tokens in 0..64", k)
         rules = ("coupled", "rejection")
         _require(self.verification in rules, f"verification one of {rules}", repr(self.verification))
+        if self.draft_len_schedule is not None:
+            # A tuple of pairs, so that the instance is immutable and hashable throughout.
+            object.__setattr__(self, "draft_len_schedule", self._sorted_schedule())
+        window, threshold = self.acceptance_rate_window_size, self.acceptance_rate_threshold
+        both = "both acceptance_rate_window_size and acceptance_rate_threshold, or neither"
+        _require((window is None) == (threshold is None), both, (window, threshold))
+        if window is not None:
+            _require_integer("acceptance_rate_window_size", window, at_least=1)
+            _require_number("acceptance_rate_threshold", threshold, at_least=0.0)
+            _require(threshold <= 1, "acceptance_rate_threshold in 0..1", threshold)
+
+    @property
+    def for_programs(self) -> SpeculativeConfig:
+        """This speculation without what only the host looks at, so that such options compile no other programs."""
+        return dataclasses.replace(
+            self, draft_len_schedule=None, acceptance_rate_window_size=None, acceptance_rate_threshold=None
+        )
+
+    def _sorted_schedule(self) -> tuple[tuple[int, int], ...]:
+        given, expected = self.draft_len_schedule, "a draft_len_schedule that maps batch sizes to draft lengths"
+        pairs = given.items() if isinstance(given, Mapping) else given
+        _require(isinstance(pairs, Iterable) and not isinstance(pairs, (str, bytes)), expected, repr(given))
+        pairs = tuple(pairs)
+        is_pair = all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs)
+        _require(is_pair and len(pairs) > 0, expected, repr(given))
+        for rows, num_drafts in pairs:
+            _require_integer("batch size in draft_len_schedule", rows, at_least=1)
+            _require_integer("draft length in draft_len_schedule", num_drafts, at_least=0)
+            most = f"draft_len_schedule within num_speculative_tokens {self.num_speculative_tokens}"
+            _require(num_drafts <= self.num_speculative_tokens, most, num_drafts)
+        _require(len({rows for rows, _ in pairs}) == len(pairs), "each batch size once in draft_len_schedule", given)
+        return tuple(sorted((rows, num_drafts) for rows, num_drafts in pairs))
 
 
 def _require(ok: bool, expected: str, got: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -15,7 +16,7 @@ from jaxspec.cache.capacity import ledger_faults
 from jaxspec.decoding import DecodeState, Finish, RoundInfo, decode_round, generate, prefill
 from jaxspec.decoding.state import pages_per_row
 
-ROUND = jax.jit(decode_round, static_argnames=("config", "spec"))
+ROUND = jax.jit(decode_round, static_argnames=("config", "spec", "num_drafts"))
 PREFILL = jax.jit(prefill, static_argnames=("config", "spec"))
 GENERATE = jax.jit(generate, static_argnames=("config", "spec", "max_new_tokens"))
 DENSE = jax.jit(dense_forward, static_argnames="config")
@@ -92,13 +93,15 @@ def step_through(
     *,
     params: Sequence[SamplingParams] | None = None,
     between: Callable[[DecodeState], DecodeState] = lambda state: state,
+    draft_lengths: Sequence[int] | None = None,
     max_rounds: int = 400,
     prompt_width: int = PROMPT_WIDTH,
     **state_options,
 ) -> Run:
     """Prefill and rounds one at a time from the host, every law checked after each.
 
-    `between` may change the state before each step: poison pages, say.
+    `between` may change the state before each step: poison pages, say. `draft_lengths` are the rounds' K, over and
+    over; without them every round takes the speculation's.
     """
     _, config, weights = model
     params = params or [GREEDY] * len(prompts)
@@ -107,17 +110,18 @@ def step_through(
     limits = jnp.minimum(lengths + jnp.asarray(num_new, jnp.int32), state.max_model_len)
     state, info = PREFILL(weights, config, spec, state, padded, lengths, limits)
     rounds = [info]
+    lengths_of_rounds = itertools.cycle([()] if draft_lengths is None else [(k,) for k in draft_lengths])
     while bool(state.running.any()) and len(rounds) < max_rounds:
         check_laws(state)
-        state, info = ROUND(weights, config, spec, between(state))
+        state, info = ROUND(weights, config, spec, between(state), *next(lengths_of_rounds))
         rounds.append(info)
         if bool(info.stalled.all() & state.running.all()):
             break
     check_laws(state)
     tokens = [[] for _ in prompts]
     for info in rounds:
-        for row, count in enumerate(info.num_tokens.tolist()):
-            tokens[row] += info.tokens[row, :count].tolist()
+        for row, (new, count) in enumerate(zip(info.tokens.tolist(), info.num_tokens.tolist(), strict=True)):
+            tokens[row] += new[:count]
     return Run(state, tokens, [Finish(f).name.lower() for f in state.finish.tolist()], rounds)
 
 

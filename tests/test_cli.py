@@ -16,6 +16,7 @@ from fixtures import write_rnd, write_tokenizer
 
 from jaxspec import cli
 from jaxspec.checkpoint import load
+from jaxspec.engine import Engine
 
 PROMPTS = ["1 2 3", "100", "7 7 7 7 7", "64 32 16"]
 METRICS = {
@@ -31,6 +32,11 @@ METRICS = {
     "num_steps",
     "seconds_compile",
     "seconds_decode",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "pages_held",
+    "peak_pages_held",
+    "seconds_idle",
 }
 
 
@@ -179,7 +185,7 @@ def test_a_bad_json_line_is_named(run, tmp_path, line, message):
     ],
 )
 def test_what_cannot_run_is_one_line_on_stderr(run, monkeypatch, arguments, message):
-    monkeypatch.setattr(cli.LLM, "_run_wave", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(Engine, "step", lambda _: pytest.fail("it ran"))
     status, out, err = run("--json", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("jaxspec: error: ")

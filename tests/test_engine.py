@@ -1,11 +1,12 @@
 """The public API on the fixture checkpoints: `LLM` as users call it, through the folder reader they use.
 
 Programs take seconds to compile and are shared by all instances of equal config, pool and buckets. So nearly every
-test here has 1, 4 or 8 rows, prompts of up to 16 tokens and up to 16 new ones.
+test here has the same ones.
 """
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import sys
@@ -24,6 +25,12 @@ from jaxspec.engine import llm as llm_module
 from jaxspec.engine.requests import as_params, as_prompts
 from jaxspec.models.block_scaled import BlockScaled
 
+# One program for prompts, and one for rounds.
+OPTIONS = {
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "engine_config": {"row_buckets": (), "chunk_buckets": ((8, 16),)},
+}
 EOS = [2, 5]
 VOCAB = 128
 
@@ -55,6 +62,13 @@ def counting(prompt, num_new):
 
 def tokens(outputs):
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def timeless(metrics):
+    """What a request's neighbours, and those before it, have no part in."""
+    counts = ("num_steps", "pages_held", "peak_pages_held", "prefix_cache_queries", "prefix_cache_hits")
+    seconds = ("seconds_compile", "seconds_decode", "seconds_idle")
+    return dataclasses.replace(metrics, **dict.fromkeys(counts, 0), **dict.fromkeys(seconds, 0.0))
 
 
 def reasons(outputs):
@@ -91,7 +105,7 @@ def engine(folders):
             "num_speculative_tokens": num_drafts,
             "verification": verification,
         }
-        options = {"max_model_len": 64, "max_num_seqs": 8} | options
+        options = OPTIONS | options
         return LLM(folders[name], speculative_config=speculative_config, **options)
 
     return make
@@ -174,7 +188,7 @@ def test_unseeded_runs_differ_and_show_no_cycle(engine):
 
 def test_an_engine_with_a_seed_is_reproducible(folders):
     def calls():
-        llm = LLM(folders["rnd"], speculative_config={}, max_model_len=64, max_num_seqs=8, seed=11)
+        llm = LLM(folders["rnd"], speculative_config={}, seed=11, **OPTIONS)
         return [tokens(llm.generate(PROMPTS, SamplingParams(max_tokens=16))) for _ in range(2)]
 
     one, other = calls(), calls()
@@ -284,30 +298,19 @@ def test_padding_rows_change_nothing(engine):
     together = llm.generate(prompts, greedy())
     alone = [llm.generate(prompt, greedy())[0] for prompt in prompts]
     assert tokens(together) == tokens(alone) == [counting(prompt, 13) for prompt in prompts]
-    assert [output.metrics for output in together] == [output.metrics for output in alone]
+    assert [timeless(output.metrics) for output in together] == [timeless(output.metrics) for output in alone]
     assert len({output.metrics.num_drafts for output in together}) > 1
 
 
 # --- Batches and programs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "waves"),
-    [
-        ({"max_num_seqs": 4}, [4, 4, 3]),
-        # Requests of 2 pages but for the third, which needs 3. There are 8 and scratch.
-        ({"max_num_seqs": 8, "num_pages": 9}, [3, 4, 4]),
-    ],
-    ids=["few rows", "few pages"],
-)
-def test_more_prompts_than_fit_run_in_waves(engine, monkeypatch, options, waves):
+@pytest.mark.parametrize("options", [{"max_num_seqs": 4}, {"num_pages": 9}], ids=["few rows", "few pages"])
+def test_more_prompts_than_fit_take_turns(engine, options):
     llm = engine("soft-mix", **{"num_pages": 41} | options)
     prompts = [[(5 * n) % 64, (11 * n) % 64] for n in range(11)]
     prompts[2] = list(range(16))
-    seen, run_wave = [], llm._run_wave
-    monkeypatch.setattr(llm, "_run_wave", lambda wave: seen.append(len(wave)) or run_wave(wave))
     outputs = llm.generate(prompts, greedy(16))
-    assert seen == waves
     assert tokens(outputs) == [counting(prompt, 16) for prompt in prompts]
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert [output.request_id for output in outputs] == [str(n) for n in range(11)]
@@ -315,14 +318,14 @@ def test_more_prompts_than_fit_run_in_waves(engine, monkeypatch, options, waves)
 
 def test_a_second_pass_compiles_nothing(engine, compiled):
     """Field case i6: 20 requests of 1 to 60 tokens with all kinds of parameters. The first pass does compile."""
-    llm = engine("soft-hit")
+    llm = engine("soft-hit", page_size=8)
     kinds = [greedy(4), *(dataclasses.replace(params, max_tokens=4) for params in PARAMS), greedy(4, ignore_eos=True)]
     kinds += [SamplingParams(max_tokens=4), greedy(3, stop_token_ids=[1, 2, 3])]
     lengths = [round(1 + 59 * i / 19) for i in range(20)]
     requests = [([n % 64] * n, kinds[i % len(kinds)]) for i, n in enumerate(lengths)]
     for prompt, params in requests:
         llm.generate(prompt, params)
-    assert compiled.count("/jax/core/compile/backend_compile_duration") >= 2
+    assert compiled.count("/jax/core/compile/backend_compile_duration") >= 1
     compiled.clear()
     for prompt, params in requests:
         llm.generate(prompt, params)
@@ -334,16 +337,74 @@ def test_a_failure_on_the_device_leaves_the_engine_usable(engine, monkeypatch):
     expected = tokens(llm.generate([9], greedy()))
     llm.reset_metrics()
 
-    def fails(params, cache, *rest):
-        jax.tree.map(lambda pool: pool.delete(), cache)  # as donation leaves them
+    def fails(*_, **__):
+        jax.tree.map(lambda x: x.delete(), llm._engine._device.serving.state.cache)  # as donation leaves it
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm, "_compiled", lambda *_: fails)
+        patch.setattr(llm._engine._device, "_step", fails)
         with pytest.raises(RuntimeError, match="device lost"):
             llm.generate([9], greedy())
-    assert llm.get_metrics() == Metrics()
+    assert not llm.has_unfinished_requests()
+    assert llm.get_metrics().num_generated_tokens == 0
     assert tokens(llm.generate([9], greedy())) == expected
+
+
+def test_requests_come_and_go_step_by_step(engine):
+    """Outputs grow until they are finished; an aborted one is not heard of again."""
+    llm = engine("soft-mix")
+    llm.add_request("a", [9], greedy(13))
+    llm.add_request("b", [20], greedy(13))
+    grown, ended = [], {}
+    for step in itertools.count():
+        if step == 2:
+            llm.abort_request("b")
+            llm.add_request("c", [30], greedy(5))
+        for output in llm.step():
+            if output.request_id == "a":
+                grown.append(output.outputs[0].token_ids)
+            if output.finished:
+                ended[output.request_id] = output
+            else:
+                assert output.outputs[0].finish_reason is None
+        if not llm.has_unfinished_requests():
+            break
+    assert {name: output.outputs[0].token_ids for name, output in ended.items()} == {
+        "a": counting([9], 13),
+        "c": counting([30], 5),
+    }
+    assert ended["a"].outputs[0].finish_reason == "length"
+    assert len(grown) > 2
+    assert all(counting([9], len(ids)) == ids for ids in grown)
+    assert llm.step() == []
+
+
+def test_batches_run_beside_requests_that_came_before(engine):
+    llm = engine("soft-mix")
+    llm.add_request("a", [9], greedy(16))
+    llm.step()
+    assert tokens(llm.generate([[40], [50]], greedy(13))) == [counting([40], 13), counting([50], 13)]
+    outputs = {}
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+    assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == {"a": counting([9], 16)}
+
+
+def test_request_ids_and_requests_are_checked(engine, unchecked_annotations):
+    llm = engine("soft-mix")
+    llm.add_request("a", [9], greedy(2))
+    for arguments, message in [
+        (("a", [9]), "request id 'a': got it twice"),
+        ((7, [9]), "request_id: got 7, expected a str"),
+        (("b", [64]), "token id outside the vocabulary: got 64"),
+        (("b", [[1], [2]]), "prompt: got 2, expected one"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            llm.add_request(*arguments)
+    with pytest.raises(ValueError, match="request id 'c': got none such, expected one that waits or runs"):
+        llm.abort_request("c")
+    [output] = [output for _ in range(9) for output in llm.step() if output.finished]
+    assert (output.request_id, output.outputs[0].token_ids) == ("a", [10, 11])
 
 
 def test_progress_is_shown_on_demand_only(engine, capsys):
@@ -353,7 +414,7 @@ def test_progress_is_shown_on_demand_only(engine, capsys):
     llm.generate([9], greedy(), use_tqdm=True)
     shown = capsys.readouterr()
     assert "1/1" in shown.err
-    assert "tok/round" in shown.err
+    assert "tokens per verification" in shown.err
     assert shown.out == ""
 
 
@@ -382,12 +443,10 @@ def test_metrics_of_requests_and_in_total(engine):
     llm.reset_metrics()
     outputs = llm.generate([[1], [2, 3], [4], [5]], [greedy(13), greedy(13), greedy(9), greedy(1)])
     assert [output.metrics.num_drafts for output in outputs] == [3, 3, 2, 0]
-    assert outputs[0].metrics == Metrics(3, 9, 9, [3, 3, 3], 13)
+    assert timeless(outputs[0].metrics) == Metrics(3, 9, 9, [3, 3, 3], 13)
     assert outputs[3].metrics.mean_acceptance_length == 1.0
     total = llm.get_metrics()
-    assert total == dataclasses.replace(
-        Metrics(8, 24, 24, [8, 8, 8], 36), seconds_compile=total.seconds_compile, seconds_decode=total.seconds_decode
-    )
+    assert timeless(total) == Metrics(8, 24, 24, [8, 8, 8], 36)
     assert (total.mean_acceptance_length, total.acceptance_rate_per_position) == (4.0, [1.0, 1.0, 1.0])
     assert total.tokens_per_second == 36 / total.seconds_decode
     llm.generate([[1], [2, 3], [4], [5]], greedy(5))
@@ -400,7 +459,7 @@ def test_metrics_of_some_accepted_drafts(engine):
     outputs = llm.generate([[3], [4], [10]], greedy())
     total = llm.get_metrics()
     parts = sum((output.metrics for output in outputs), Metrics())
-    assert dataclasses.replace(total, seconds_compile=0.0, seconds_decode=0.0) == parts
+    assert timeless(total) == timeless(parts)
     rates = total.acceptance_rate_per_position
     assert 1 > rates[0] >= rates[1] >= rates[2] > 0
     assert rates[0] > rates[2]
@@ -423,9 +482,14 @@ def test_metrics_as_plain_values(engine):
             "num_preemptions": 0,
             "num_stalls": 0,
             "num_steps": 0,
+            "prefix_cache_queries": 1,
+            "prefix_cache_hits": 0,
+            "pages_held": 0,
+            "peak_pages_held": 0,
             "tokens_per_second": 0.0,
             "seconds_compile": 0.0,
             "seconds_decode": 0.0,
+            "seconds_idle": 0.0,
         }
     )
 
@@ -456,7 +520,7 @@ def test_a_request_that_cannot_run(engine, compiled, monkeypatch, prompt, params
     llm.reset_metrics()
     compiled.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(llm, "_run_wave", lambda _: pytest.fail("it ran"))
+        patch.setattr(llm._engine, "step", lambda: pytest.fail("it ran"))
         with pytest.raises(ValueError, match=re.escape(message)):
             llm.generate([prompt], params)
     outputs = llm.generate([*PROMPTS[:3], prompt, *PROMPTS[3:]], [*PARAMS[:3], params, *PARAMS[3:]])
@@ -536,7 +600,8 @@ def test_options_that_are_not_offered_are_refused(name):
         ({"speculative_config": {"method": "eagle"}}, "expected speculative method 'mtp', got 'eagle'"),
         (
             {"speculative_config": {"num_spec_tokens": 3}},
-            "speculative_config: got unknown keys ['num_spec_tokens'], expected some of ['method', "
+            "speculative_config: got unknown keys ['num_spec_tokens'], expected some of "
+            "['acceptance_rate_threshold', 'acceptance_rate_window_size', 'draft_len_schedule', 'method', "
             "'num_speculative_tokens', 'verification']",
         ),
         (
@@ -555,6 +620,24 @@ def test_options_that_are_not_offered_are_refused(name):
             "num_pages: got 5, expected at least 6: one request of max_model_len 64 with 3 drafts, and the scratch",
         ),
         ({"num_pages": 0}, "num_pages: got 0, expected an integer of at least 1"),
+        (
+            {"max_model_len": 64, "engine_config": {"kv_cache_memory_bytes": 1000}, "speculative_config": {}},
+            "kv_cache_memory_bytes: got 1000, expected at least 73728: one request of max_model_len 64 with 3 drafts",
+        ),
+        (
+            {"num_pages": 9, "engine_config": {"kv_cache_memory_bytes": 10**6}},
+            "num_pages and kv_cache_memory_bytes: got both",
+        ),
+        ({"engine_config": {"overlap": -1}}, "overlap: got -1, expected an integer of at least 0"),
+        ({"engine_config": {"chunk_buckets": ((0, 16),)}}, "chunk_buckets: got 0, expected an integer of at least 1"),
+        (
+            {"engine_config": {"overlaps": 1}},
+            "engine_config: got unknown keys ['overlaps'], expected some of ['chunk_buckets', ",
+        ),
+        (
+            {"speculative_config": {"draft_len_schedule": {4: 5}}},
+            "expected draft_len_schedule within num_speculative_tokens 3, got 5",
+        ),
     ],
 )
 def test_options_of_the_engine_are_checked_before_weights_are_read(folders, monkeypatch, options, message):
@@ -569,7 +652,7 @@ def test_a_model_without_modules_decodes_without_drafts(engine, folders):
         engine("plain", 3)
     outputs = engine("plain", 0).generate(PROMPTS, PARAMS)
     assert tokens(outputs)[0] == greedy_reference(folders["plain"], PROMPTS[0], 16)
-    assert outputs[0].metrics == Metrics(num_generated_tokens=16)
+    assert timeless(outputs[0].metrics) == Metrics(num_generated_tokens=16)
 
 
 def test_folders_that_are_no_checkpoint(tmp_path):
@@ -606,12 +689,12 @@ def test_a_tokenizer_that_does_not_match(tmp_path, monkeypatch):
 
 def test_weights_kept_in_fp8_and_stores_give_the_same_tokens(tmp_path):
     """Dequantised on load, kept in FP8, and restored from either kind of store: one model."""
-    source, options = write_fp8(tmp_path / "fp8"), {"speculative_config": {"num_speculative_tokens": 3}}
-    llms = [LLM(source, max_model_len=64, **options), LLM(source, weight_format="fp8", max_model_len=64, **options)]
+    source, options = write_fp8(tmp_path / "fp8"), OPTIONS | {"speculative_config": {"num_speculative_tokens": 3}}
+    llms = [LLM(source, **options), LLM(source, weight_format="fp8", **options)]
     for weight_format in ("dequantized", "fp8"):
         store = tmp_path / f"{weight_format}.store"
         convert(source, store, dtype="float32", weight_format=weight_format)
-        llms.append(LLM(store, max_model_len=64, **options))
+        llms.append(LLM(store, **options))
     kept = [isinstance(llm.params.moe.mlp.experts.gate, BlockScaled) for llm in llms]
     assert kept == [False, True, False, True]
     outputs = [tokens(llm.generate(PROMPTS[:4], PARAMS[:4])) for llm in llms]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.cache.page_table import PageTable, grow, shrink, table_faults
+from jaxspec.cache.page_table import PageTable, drop, grow, shrink, table_faults
 
 NO_GRANT = -1
 
@@ -114,22 +114,35 @@ def settle(
 
 
 def release(ledger: Ledger, rows: Bool[Array, "b"]) -> Ledger:
-    """All pages of `rows` go back, once; a second release finds nothing to give."""
+    """`rows` hold no page any more; those that nobody else holds are free. A second release finds nothing to give."""
     capacity, table = ledger
-    zero = jnp.zeros_like(capacity.capacity)
-    return _lower_to(ledger, rows, zero, table.page_ids.shape[1] * table.page_size)
+    mine = rows[:, None]
+    table = drop(table, table.references(jnp.where(mine, table.page_ids, 0)))
+    table = table.replace(page_ids=jnp.where(mine, 0, table.page_ids), num_pages=jnp.where(rows, 0, table.num_pages))
+    return _lower(capacity, rows, jnp.zeros_like(capacity.capacity)), table
 
 
-def ledger_faults(ledger: Ledger, kv_len: Int[Array, "b"]) -> dict[str, Bool[Array, ""]]:
-    """Broken laws of table and capacities, each True where it is broken; for debug mode and tests."""
+def ledger_faults(
+    ledger: Ledger, kv_len: Int[Array, "b"], held: Int[Array, "p"] | None = None
+) -> dict[str, Bool[Array, ""]]:
+    """Broken laws of table and capacities, each True where it is broken; for debug mode and tests.
+
+    Args:
+        ledger: capacities and table, of all rows.
+        kv_len: tokens cached in each row.
+        held: how many handles of the prefix cache hold each page; none where not given.
+    """
     capacity, table = ledger
     granted = capacity.granted_drafts != NO_GRANT
     outstanding = jnp.where(granted, 1 + capacity.granted_drafts + capacity.slack, 0)
     pages = table.pages_for(capacity.capacity)
-    return table_faults(table) | {
+    writable = jnp.arange(table.page_ids.shape[1])[None] >= (kv_len // table.page_size)[:, None]
+    shared = table.num_refs[table.page_ids] > 1
+    return table_faults(table, held) | {
         "pages held differ from those of the capacity": jnp.any(table.num_pages != pages),
         "slack without a grant, or not K": jnp.any(capacity.slack != jnp.where(granted, capacity.granted_drafts, 0)),
         "capacity is not kv_len and the outstanding grant": jnp.any(capacity.capacity != kv_len + outstanding),
+        "a row may write to a page that others hold": jnp.any(writable & shared),
     }
 
 
@@ -146,13 +159,17 @@ def _record(capacity: Capacity, rows: Bool[Array, "b"], num_drafts: int) -> Capa
     )
 
 
-def _lower_to(ledger: Ledger, rows: Bool[Array, "b"], target: Int[Array, "b"], max_loss: int) -> Ledger:
-    """Capacity becomes `target` in `rows`, whose grant is cleared."""
-    capacity, table = ledger
-    lowered = Capacity(
+def _lower(capacity: Capacity, rows: Bool[Array, "b"], target: Int[Array, "b"]) -> Capacity:
+    return Capacity(
         capacity=jnp.where(rows, target, capacity.capacity),
         granted_drafts=jnp.where(rows, NO_GRANT, capacity.granted_drafts),
         slack=jnp.where(rows, 0, capacity.slack),
     )
+
+
+def _lower_to(ledger: Ledger, rows: Bool[Array, "b"], target: Int[Array, "b"], max_loss: int) -> Ledger:
+    """Capacity becomes `target` in `rows`, whose grant is cleared."""
+    capacity, table = ledger
+    lowered = _lower(capacity, rows, target)
     width = -(-max_loss // table.page_size) + 1
     return lowered, shrink(table, table.pages_for(lowered.capacity), width)

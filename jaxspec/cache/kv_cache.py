@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
 
@@ -31,6 +32,11 @@ class KVCache:
             latent=jnp.zeros((*shape, config.kv_lora_rank), dtype),
             rope=jnp.zeros((*shape, config.qk_rope_head_dim), dtype),
         )
+
+
+def copy_page(cache: KVCache, source: Int[Array, ""], target: Int[Array, ""]) -> KVCache:
+    """The pools with page `source` copied over page `target` in all layers; scratch onto itself is no copy."""
+    return jax.tree.map(lambda pool: pool.at[:, target].set(pool[:, source]), cache)
 
 
 def bytes_per_token(config: ModelConfig, dtype: Any) -> int:

@@ -1,6 +1,7 @@
-"""Which pages of the pool each row owns. Page 0 is scratch: writes that must not land anywhere land there.
+"""Which pages of the pool each row holds. Page 0 is scratch: writes that must not land anywhere land there.
 
-Invariant: every page 1..P-1 is either owned by exactly one row or on the free list, exactly once.
+Invariant: a page of 1..P-1 is on the free list, exactly once, if and only if nobody holds it. Several rows may hold a
+page, each in one column, and so may handles of the prefix cache; `num_refs` is how many they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class PageTable:
         num_pages: columns allocated in each row.
         free_ids: the free pages, in the first `num_free` places.
         num_free: how many are free.
+        num_refs: how many rows and handles hold each page.
         page_size: tokens a page holds.
     """
 
@@ -27,6 +29,7 @@ class PageTable:
     num_pages: Int[Array, "b"]
     free_ids: Int[Array, "p"]
     num_free: Int[Array, ""]
+    num_refs: Int[Array, "p"]
     page_size: int = struct.field(pytree_node=False)
 
     @classmethod
@@ -39,12 +42,17 @@ class PageTable:
             num_pages=jnp.zeros(num_rows, jnp.int32),
             free_ids=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
             num_free=jnp.int32(num_pages - 1),
+            num_refs=jnp.zeros(num_pages, jnp.int32),
             page_size=page_size,
         )
 
     def pages_for(self, num_tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """Pages that hold so many tokens."""
         return (num_tokens + self.page_size - 1) // self.page_size
+
+    def references(self, page_ids: Int[Array, "*n"]) -> Int[Array, "p"]:
+        """How often each page is named; scratch counts for nothing."""
+        return jnp.zeros_like(self.num_refs).at[page_ids].add(1).at[0].set(0)
 
 
 def grow(table: PageTable, target: Int[Array, "b"], width: int) -> tuple[PageTable, Bool[Array, "b"]]:
@@ -76,6 +84,7 @@ def grow(table: PageTable, target: Int[Array, "b"], width: int) -> tuple[PageTab
         page_ids=table.page_ids.at[rows, column].set(pages, mode="drop"),
         num_pages=table.num_pages + taken,
         num_free=table.num_free - jnp.sum(taken),
+        num_refs=table.num_refs.at[jnp.where(new, pages, table.num_refs.shape[0])].set(1, mode="drop"),
     )
     return grown, granted
 
@@ -98,6 +107,9 @@ def _fits(need: Int[Array, "b"], num_free: Int[Array, ""]) -> Bool[Array, "b"]:
 def shrink(table: PageTable, target: Int[Array, "b"], width: int) -> PageTable:
     """Returns the pages each row holds beyond `target` to the free list.
 
+    The row alone must hold them: only whole pages below kv_len are shared, and no row that goes on falls below that.
+    `drop` is for pages that others may hold.
+
     Args:
         table: the table.
         target: pages each row keeps at most.
@@ -116,6 +128,20 @@ def shrink(table: PageTable, target: Int[Array, "b"], width: int) -> PageTable:
         num_pages=table.num_pages - given,
         free_ids=table.free_ids.at[place].set(pages, mode="drop"),
         num_free=table.num_free + jnp.sum(given),
+        num_refs=table.num_refs.at[jnp.where(old, pages, table.num_refs.shape[0])].set(0, mode="drop"),
+    )
+
+
+def drop(table: PageTable, lost: Int[Array, "p"]) -> PageTable:
+    """Takes `lost` references from each page; those that nobody holds any more are free, each once."""
+    left = table.num_refs - lost
+    freed = (lost > 0) & (left == 0)
+    pool = jnp.arange(left.shape[0])
+    place = jnp.where(freed, table.num_free + jnp.cumsum(freed) - 1, left.shape[0])
+    return table.replace(
+        free_ids=table.free_ids.at[place].set(pool, mode="drop"),
+        num_free=table.num_free + jnp.sum(freed),
+        num_refs=left,
     )
 
 
@@ -128,18 +154,28 @@ def slots_of(table: PageTable, positions: Int[Array, "b w"], valid: Bool[Array, 
     return page * table.page_size + jnp.where(held, positions % table.page_size, 0)
 
 
-def table_faults(table: PageTable) -> dict[str, Bool[Array, ""]]:
-    """What is wrong with the table: each entry is True where a law is broken."""
-    num_columns, pool = table.page_ids.shape[1], table.free_ids.shape[0]
-    column, place = jnp.arange(num_columns)[None], jnp.arange(pool)
-    owned = column < table.num_pages[:, None]
-    free = place < table.num_free
-    uses = jnp.zeros(pool, jnp.int32).at[table.page_ids.reshape(-1)].add(owned.reshape(-1).astype(jnp.int32))
-    uses = uses.at[table.free_ids].add(free.astype(jnp.int32))
+def table_faults(table: PageTable, held: Int[Array, "p"] | None = None) -> dict[str, Bool[Array, ""]]:
+    """What is wrong with the table: each entry is True where a law is broken.
+
+    Args:
+        table: the table of all rows.
+        held: how many handles of the prefix cache hold each page; none where not given.
+    """
+    num_columns = table.page_ids.shape[1]
+    owned = jnp.arange(num_columns)[None] < table.num_pages[:, None]
+    is_free = jnp.arange(table.free_ids.shape[0]) < table.num_free
+    holders = table.references(jnp.where(owned, table.page_ids, 0)) + (0 if held is None else held)
+    free = table.references(jnp.where(is_free, table.free_ids, 0))
+    in_order = jnp.sort(table.page_ids, axis=1)
     return {
-        "a page is lost or has two owners": jnp.any(uses[1:] != 1),
-        "the scratch page is owned or free": uses[0] != 0,
+        "a page is lost or its references are miscounted": jnp.any(holders != table.num_refs)
+        | jnp.any((holders + free)[1:] == 0),
+        "a page is free twice, or free and held": jnp.any((free > 1) | ((free > 0) & (holders > 0))),
+        "a row names a page twice": jnp.any((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] != 0)),
+        "the scratch page is owned or free": jnp.any(owned & (table.page_ids == 0))
+        | jnp.any(is_free & (table.free_ids == 0)),
         "an unallocated column names a page": jnp.any(~owned & (table.page_ids != 0)),
         "a count is out of range": (table.num_free < 0)
+        | (table.num_free >= table.free_ids.shape[0])
         | jnp.any((table.num_pages < 0) | (table.num_pages > num_columns)),
     }

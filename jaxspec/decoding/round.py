@@ -12,7 +12,7 @@ from jaxspec.cache import capacity as ledger_ops
 from jaxspec.cache.page_table import slots_of
 from jaxspec.config import ModelConfig, SpeculativeConfig
 from jaxspec.decoding.state import DecodeState, Finish, RoundInfo, pages_per_row
-from jaxspec.drafters import DRAFTERS, Verified
+from jaxspec.drafters import DRAFTERS, Drafts, Verified
 from jaxspec.models.params import Params
 from jaxspec.models.primitives import apply_head
 from jaxspec.models.transformer import Placement, forward
@@ -21,38 +21,46 @@ from jaxspec.sampling.logits import log_probs
 
 
 def decode_round(
-    params: Params, config: ModelConfig, spec: SpeculativeConfig, state: DecodeState
+    params: Params,
+    config: ModelConfig,
+    spec: SpeculativeConfig,
+    state: DecodeState,
+    num_drafts: int | None = None,
 ) -> tuple[DecodeState, RoundInfo]:
     """Advances every running row by its accepted drafts and one token.
+
+    With K = 0 of a speculation that drafts, the drafter stays warm and proposes nothing, so that acceptance is back
+    as soon as K is. With `spec.num_speculative_tokens` = 0, drafting is off for good: the drafter does not run.
 
     Args:
         params: the parameters.
         config: the architecture (static).
         spec: the speculation (static).
-        state: the rows.
+        state: the rows, with room for at least as many drafts.
+        num_drafts: K (static): drafts verified at most, and drafted for the next round. It may differ from round to
+            round, if it never depends on drafted tokens. None: `spec.num_speculative_tokens`, which is the most.
 
     Returns:
         The rows, and what happened. A row that found no pages is unchanged; a finished one has returned its own.
 
     Raises:
-        ValueError: at trace time, when the table is too narrow for what a round may reach.
+        ValueError: at trace time, when K is out of range or the table is too narrow for what a round may reach.
     """
-    num_drafts = state.num_drafts
+    num_drafts = spec.num_speculative_tokens if num_drafts is None else num_drafts
+    _check_num_drafts(spec, state, num_drafts)
     check_table_width(state)
-    state, rows = _grant(state, state.running)
+    state, rows = _grant(state, state.running, num_drafts)
     window = _window(state, jnp.where(rows, state.kv_len, 0), rows, ledger_ops.growth(num_drafts))
 
-    count = jnp.where(rows, state.drafts.count, 0)
-    state, hidden, verdict, healthy = _verify(params, config, spec, state, window, count, rows)
+    drafts = state.drafts.first(num_drafts, rows)
+    state, hidden, verdict, healthy = _verify(params, config, spec, state, drafts, window, rows)
     state, info = _commit(state, verdict, rows, healthy)
-    start = state.kv_len - info.num_tokens
-    verified = Verified(
-        start, verdict.tokens, hidden, info.num_tokens, state.table.page_ids, window[:, : 2 * num_drafts]
-    )
-    state = _draft(params, config, spec, state, verified, rows)
-    state = _settle(state, rows, verdict.num_accepted)
+    start, draft_window = state.kv_len - info.num_tokens, window[:, : max(2 * num_drafts, 1)]
+    verified = Verified(start, verdict.tokens, hidden, info.num_tokens, state.table.page_ids, draft_window)
+    state = _draft(params, config, spec, state, verified, rows, num_drafts)
+    state = _settle(state, rows, verdict.num_accepted, num_drafts)
     accepted = jnp.where(rows, verdict.num_accepted, 0)
-    return state, info.replace(num_drafts=count, num_accepted=accepted, stalled=state.running & ~rows)
+    return state, info.replace(num_drafts=drafts.count, num_accepted=accepted, stalled=state.running & ~rows)
 
 
 def prefill(
@@ -121,6 +129,8 @@ def prefill_chunk(
     Raises:
         ValueError: at trace time, when the table is too narrow.
     """
+    num_drafts = spec.num_speculative_tokens
+    _check_num_drafts(spec, state, num_drafts)
     check_table_width(state)
     width, wanted, start = tokens.shape[1], length > 0, jnp.where(length > 0, state.kv_len, 0)
     room = jnp.where(wanted, start + length, 0)
@@ -128,8 +138,8 @@ def prefill_chunk(
     rows = wanted & ok
     ends, length = rows & is_last, jnp.where(rows, length, 0)
     # The draft stage writes beyond the prompt: its room is granted like a round's, and goes back unverified.
-    state, may_draft = _grant(state.replace(capacity=capacity, table=table), ends)
-    window = _window(state, start, rows, width + max(state.num_drafts - 1, 0))
+    state, may_draft = _grant(state.replace(capacity=capacity, table=table), ends, num_drafts)
+    window = _window(state, start, rows, width + max(num_drafts - 1, 0))
 
     hidden, cache = forward(params, config, tokens, state.cache, Placement(table.page_ids, start, length, window))
     each, last = jnp.arange(length.shape[0]), jnp.maximum(length - 1, 0)
@@ -146,10 +156,18 @@ def prefill_chunk(
     following = jnp.where(is_last, first[:, 0], following)
     next_tokens = jnp.roll(tokens, -1, axis=1).at[each, last].set(following)
     verified = Verified(start, next_tokens, hidden, length, state.table.page_ids, window)
-    state = _draft(params, config, spec, state, verified, may_draft)
-    ledger = ledger_ops.revert((state.capacity, state.table), ends, state.num_drafts)
-    state = release_finished(state.replace(capacity=ledger[0], table=ledger[1]))
+    state = _draft(params, config, spec, state, verified, may_draft, num_drafts)
+    ledger = ledger_ops.revert((state.capacity, state.table), ends, num_drafts)
+    state = _release_finished(state.replace(capacity=ledger[0], table=ledger[1]))
     return state, info.replace(stalled=wanted & ~rows)
+
+
+def _check_num_drafts(spec: SpeculativeConfig, state: DecodeState, num_drafts: int) -> None:
+    most = spec.num_speculative_tokens
+    if most > state.num_drafts:
+        raise ValueError(f"num_speculative_tokens: got {most}, expected at most the {state.num_drafts} of the state")
+    if not 0 <= num_drafts <= most:
+        raise ValueError(f"num_drafts: got {num_drafts}, expected 0..{most}, at most num_speculative_tokens")
 
 
 def check_table_width(state: DecodeState) -> None:
@@ -163,8 +181,8 @@ def check_table_width(state: DecodeState) -> None:
         )
 
 
-def _grant(state: DecodeState, rows: Bool[Array, "b"]) -> tuple[DecodeState, Bool[Array, "b"]]:
-    (capacity, table), ok = ledger_ops.grant((state.capacity, state.table), rows, state.num_drafts)
+def _grant(state: DecodeState, rows: Bool[Array, "b"], num_drafts: int) -> tuple[DecodeState, Bool[Array, "b"]]:
+    (capacity, table), ok = ledger_ops.grant((state.capacity, state.table), rows, num_drafts)
     return state.replace(capacity=capacity, table=table), ok
 
 
@@ -179,8 +197,8 @@ def _verify(
     config: ModelConfig,
     spec: SpeculativeConfig,
     state: DecodeState,
+    drafts: Drafts,
     window: Int[Array, "b w"],
-    count: Int[Array, "b"],
     rows: Bool[Array, "b"],
 ) -> tuple[DecodeState, Float[Array, "b t hidden"], Verdict, Bool[Array, "b"]]:
     """Runs the trunk over the last token and the drafts, and judges them.
@@ -188,7 +206,7 @@ def _verify(
     Returns:
         The state, the trunk's states, the verdict, and which rows have finite logits wherever they count.
     """
-    tokens = jnp.concatenate([state.last_token[:, None], state.drafts.tokens], axis=1)
+    tokens, count = jnp.concatenate([state.last_token[:, None], drafts.tokens], axis=1), drafts.count
     column = jnp.arange(tokens.shape[1])[None]
     counts = column <= count[:, None]
     start = jnp.where(rows, state.kv_len, 0)  # a row that sits out costs no attention
@@ -199,7 +217,7 @@ def _verify(
     rule = ACCEPTANCE_RULES[spec.verification]
     positions = start[:, None] + 1 + column
     log_p = log_probs(logits, state.sampling)
-    verdict = rule.verify(log_p, state.drafts.tokens, count, state.drafts.proposal, state.sampling, positions)
+    verdict = rule.verify(log_p, drafts.tokens, count, drafts.proposal, state.sampling, positions)
     return state.replace(cache=cache), hidden, verdict, healthy
 
 
@@ -229,13 +247,14 @@ def _draft(
     state: DecodeState,
     verified: Verified,
     rows: Bool[Array, "b"],
+    num_drafts: int,
 ) -> DecodeState:
-    """Proposes up to K tokens for each of `rows`, but never one that could not be committed."""
-    num_drafts = state.num_drafts
-    if num_drafts == 0:
-        return state
+    """Proposes up to K tokens for each of `rows`: as many as it wants, but never one that could not be committed."""
+    if spec.num_speculative_tokens == 0:  # The drafter no longer runs, so what it proposed earlier is not kept.
+        return state.replace(drafts=state.drafts.replace(count=jnp.zeros_like(state.drafts.count)))
     room = state.limit - state.kv_len - 1
-    count = jnp.where(rows & state.running, jnp.clip(room - 1, 0, num_drafts), 0)
+    wanted = jnp.minimum(room - 1, state.sampling.max_drafts)
+    count = jnp.where(rows & state.running, jnp.clip(wanted, 0, num_drafts), 0)
     rule, drafter = ACCEPTANCE_RULES[spec.verification], DRAFTERS[spec.method]
     drafts, cache, memory = drafter.draft(
         params, config, rule, verified, count, num_drafts, state.sampling, state.cache, state.drafter
@@ -244,20 +263,24 @@ def _draft(
     keep = verified.length == 0
     drafts, memory = jax.tree.map(
         lambda new, old: jnp.where(keep.reshape(-1, *(1,) * (new.ndim - 1)), old, new),
-        (drafts, memory),
+        (drafts.widen(state.num_drafts), memory),
         (state.drafts, state.drafter),
     )
     return state.replace(cache=cache, drafts=drafts, drafter=memory)
 
 
-def _settle(state: DecodeState, rows: Bool[Array, "b"], num_accepted: Int[Array, "b"]) -> DecodeState:
+def _settle(
+    state: DecodeState, rows: Bool[Array, "b"], num_accepted: Int[Array, "b"], num_drafts: int
+) -> DecodeState:
     ledger = (state.capacity, state.table)
-    ledger = ledger_ops.settle(ledger, rows, num_accepted, state.kv_len + 1, state.num_drafts)
-    return release_finished(state.replace(capacity=ledger[0], table=ledger[1]))
+    ledger = ledger_ops.settle(ledger, rows, num_accepted, state.kv_len + 1, num_drafts)
+    return _release_finished(state.replace(capacity=ledger[0], table=ledger[1]))
 
 
-def release_finished(state: DecodeState) -> DecodeState:
-    """Pages of finished rows go back at once."""
+def _release_finished(state: DecodeState) -> DecodeState:
+    """Pages of finished rows go back at once, unless somebody wants to publish them first."""
+    if state.keeps_pages:
+        return state
     done = (state.capacity.capacity > 0) & ~state.running & ~state.prefilling
     ledger = (state.capacity, state.table)
     capacity, table = jax.lax.cond(jnp.any(done), lambda: ledger_ops.release(ledger, done), lambda: ledger)

@@ -12,8 +12,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.cache import capacity as ledger_ops
+from jaxspec.cache import prefix as prefix_ops
+from jaxspec.cache.kv_cache import copy_page
+from jaxspec.cache.page_table import slots_of
+from jaxspec.cache.prefix import PublishedPages
 from jaxspec.config import ModelConfig, SpeculativeConfig
-from jaxspec.decoding.round import decode_round, prefill_chunk, release_finished
+from jaxspec.decoding.round import decode_round, prefill_chunk
 from jaxspec.decoding.state import DecodeState, Finish, RoundInfo
 from jaxspec.models.params import Params
 from jaxspec.sampling.params import SamplingState
@@ -30,19 +34,23 @@ class Serving:
         prompts: the tokens that a row starts from; what is beyond `prompt_len` is not looked at.
         prompt_len: how many those are.
         order: rows with a lower number were admitted earlier.
+        published: pages that outlive their rows.
     """
 
     state: DecodeState
     prompts: Int[Array, "b l"]
     prompt_len: Int[Array, "b"]
     order: Int[Array, "b"]
+    published: PublishedPages
 
     @classmethod
     def create(cls, state: DecodeState) -> Serving:
-        """No requests yet."""
-        rows = state.kv_len.shape[0]
+        """No requests yet. There may be a handle for every page."""
+        rows, num_pages = state.kv_len.shape[0], state.table.free_ids.shape[0]
         prompt_len, order = (jnp.zeros(rows, jnp.int32) for _ in range(2))
-        return cls(state, jnp.zeros((rows, state.max_model_len), jnp.int32), prompt_len, order)
+        prompts = jnp.zeros((rows, state.max_model_len), jnp.int32)
+        published = PublishedPages.create(num_pages)
+        return cls(state.replace(keeps_pages=True), prompts, prompt_len, order, published)
 
 
 @struct.dataclass
@@ -51,12 +59,12 @@ class StepInfo:
 
     Attributes:
         rounds: of every round.
-        num_prefilled: prompt tokens cached, per row.
+        kv_len: tokens cached afterwards, per row.
         num_pages: pages held afterwards, per row.
     """
 
     rounds: RoundInfo
-    num_prefilled: Int[Array, "b"]
+    kv_len: Int[Array, "b"]
     num_pages: Int[Array, "b"]
 
 
@@ -67,6 +75,7 @@ def serve_rounds(
     serving: Serving,
     num_rows: int,
     num_rounds: int,
+    num_drafts: int,
 ) -> tuple[Serving, StepInfo]:
     """Rounds for the rows that decode; fewer when no row does any more.
 
@@ -77,25 +86,30 @@ def serve_rounds(
         serving: the rows.
         num_rows: a bound on how many decode (static): no more are computed.
         num_rounds: how many rounds (static).
+        num_drafts: K of these rounds (static).
 
     Raises:
-        ValueError: at trace time, when the table is too narrow.
+        ValueError: at trace time, when K is out of range or the table is too narrow.
     """
 
     def one_round(state: DecodeState) -> tuple[DecodeState, RoundInfo]:
-        return decode_round(params, config, spec, state)
+        return decode_round(params, config, spec, state, num_drafts)
 
     def none_left(state: DecodeState) -> tuple[DecodeState, RoundInfo]:
         zeros, no = jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, bool)
-        tokens = jnp.zeros((num_rows, 1 + state.num_drafts), jnp.int32)
+        tokens = jnp.zeros((num_rows, 1 + num_drafts), jnp.int32)
         return state, RoundInfo(tokens, zeros, zeros, zeros, no, state.finish)
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, RoundInfo]:
         return jax.lax.cond(jnp.any(state.running), one_round, none_left, state)
 
     rows = jnp.argsort(~serving.state.running)[:num_rows]
-    part, rounds = jax.lax.scan(step, _take_rows(serving.state, rows), None, length=num_rounds)
-    return _report(serving, part, rows, rounds, jnp.zeros(num_rows, jnp.int32))
+    part = _take_rows(serving.state, rows)
+    if num_rounds == 1:  # A loop of one costs more than none.
+        part, info = one_round(part)
+        return _report(serving, part, rows, jax.tree.map(lambda x: x[None], info))
+    part, rounds = jax.lax.scan(step, part, None, length=num_rounds)
+    return _report(serving, part, rows, rounds)
 
 
 def serve_prompts(
@@ -118,10 +132,7 @@ def serve_prompts(
     following = tokens[jnp.arange(num_rows), length]
     is_last = part.kv_len + length >= prompt_len
     part, info = prefill_chunk(params, config, spec, part, tokens[:, :-1], length, following, is_last)
-
-    info = info.replace(tokens=jnp.pad(info.tokens, ((0, 0), (0, state.num_drafts))))
-    rounds = jax.tree.map(lambda x: x[None], info)
-    return _report(serving, part, rows, rounds, jnp.where(info.stalled, 0, length))
+    return _report(serving, part, rows, jax.tree.map(lambda x: x[None], info))
 
 
 def admit(
@@ -131,9 +142,11 @@ def admit(
     prompt_len: Int[Array, ""],
     limit: Int[Array, ""],
     order: Int[Array, ""],
+    num_cached: Int[Array, ""],
+    handles: Int[Array, "m"],
     sampling: SamplingState,
 ) -> Serving:
-    """Gives a free row a prompt, which the next chunks cache.
+    """Gives a free row a prompt, of which the next chunks cache what published pages do not hold already.
 
     Args:
         serving: the rows.
@@ -142,13 +155,21 @@ def admit(
         prompt_len: how many count.
         limit: tokens the row may commit at most, prompt included.
         order: its place among the prompts.
+        num_cached: prompt tokens that the published pages hold, fewer than `prompt_len`; see `prefix.adopt`.
+        handles: of these pages.
         sampling: parameters of one row.
     """
     state = serving.state
+    ledger, kv_len, source, target = prefix_ops.adopt(
+        (state.capacity, state.table), serving.published, row, handles, num_cached
+    )
     # What the row before it left behind is not to be seen: no draft of it, and nothing of its drafter.
     drafts, drafter = jax.tree.map(lambda x: x.at[row].set(jnp.zeros_like(x[0])), (state.drafts, state.drafter))
     state = state.replace(
-        kv_len=state.kv_len.at[row].set(0),
+        cache=copy_page(state.cache, source, target),
+        capacity=ledger[0],
+        table=ledger[1],
+        kv_len=state.kv_len.at[row].set(kv_len),
         limit=state.limit.at[row].set(limit),
         finish=state.finish.at[row].set(Finish.PREFILLING),
         drafts=drafts,
@@ -166,31 +187,57 @@ def admit(
 def vacate(serving: Serving, rows: Bool[Array, "b"]) -> Serving:
     """Ends rows, whatever they are at, and takes their pages back."""
     state = serving.state
-    state = state.replace(finish=jnp.where(rows, Finish.EMPTY, state.finish))
-    return serving.replace(state=release_finished(state))
+    capacity, table = ledger_ops.release((state.capacity, state.table), rows)
+    finish = jnp.where(rows, Finish.EMPTY, state.finish)
+    return serving.replace(state=state.replace(capacity=capacity, table=table, finish=finish))
+
+
+def publish_pages(serving: Serving, row: Int[Array, ""], handles: Int[Array, "m"]) -> Serving:
+    """See `prefix.publish`."""
+    table, published = prefix_ops.publish(serving.state.table, serving.published, row, handles)
+    return serving.replace(state=serving.state.replace(table=table), published=published)
+
+
+def withdraw_pages(serving: Serving, which: Bool[Array, "h"]) -> Serving:
+    """See `prefix.withdraw`."""
+    table, published = prefix_ops.withdraw(serving.state.table, serving.published, which)
+    return serving.replace(state=serving.state.replace(table=table), published=published)
 
 
 def serving_faults(serving: Serving) -> dict[str, Bool[Array, ""]]:
-    """Broken laws of the ledger between steps, each True where it is broken."""
+    """Broken laws of the ledger between steps, each True where it is broken, the slots of the next round included."""
     state = serving.state
-    held = jnp.where(state.running | state.prefilling, state.kv_len, 0)
-    return ledger_ops.ledger_faults((state.capacity, state.table), held)
+    ledger, cached = (state.capacity, state.table), jnp.where(state.finish == Finish.EMPTY, 0, state.kv_len)
+    faults = ledger_ops.ledger_faults(ledger, cached, prefix_ops.held_pages(state.table, serving.published))
+    return faults | {"a round would write to a slot that is not its row's alone": _writes_astray(state)}
+
+
+def _writes_astray(state: DecodeState) -> Bool[Array, ""]:
+    """Grants what the next round would be granted, and looks at every slot of its window."""
+    width = ledger_ops.growth(state.num_drafts)
+    (_, table), rows = ledger_ops.grant((state.capacity, state.table), state.running, state.num_drafts)
+    positions = state.kv_len[:, None] + jnp.arange(width)[None]
+    mine = jnp.broadcast_to(rows[:, None], positions.shape)
+    slots = slots_of(table, positions, mine)
+    pages = slots // table.page_size
+    uses = jnp.zeros(table.free_ids.shape[0] * table.page_size, jnp.int32).at[slots].add(mine.astype(jnp.int32))
+    alone = (pages > 0) & (table.num_refs[pages] == 1) & (uses[slots] == 1)
+    return jnp.any(mine & ~alone)
 
 
 def _report(
-    serving: Serving, part: DecodeState, rows: Int[Array, "r"], rounds: RoundInfo, num_prefilled: Int[Array, "r"]
+    serving: Serving, part: DecodeState, rows: Int[Array, "r"], rounds: RoundInfo
 ) -> tuple[Serving, StepInfo]:
     """Puts rows back, and spreads what they report over all of them."""
     state = _put_rows(serving.state, part, rows)
     num_rows = state.kv_len.shape[0]
 
-    def spread(x: Array, axis: int) -> Array:
-        shape = (*x.shape[:axis], num_rows, *x.shape[axis + 1 :])
-        return jnp.zeros(shape, x.dtype).at[(slice(None),) * axis + (rows,)].set(x)
+    def spread(x: Array) -> Array:
+        return jnp.zeros((x.shape[0], num_rows, *x.shape[2:]), x.dtype).at[:, rows].set(x)
 
-    rounds = jax.tree.map(lambda x: spread(x, 1), rounds)
+    rounds = jax.tree.map(spread, rounds)
     rounds = rounds.replace(finish=jnp.broadcast_to(state.finish, rounds.finish.shape))
-    return serving.replace(state=state), StepInfo(rounds, spread(num_prefilled, 0), state.table.num_pages)
+    return serving.replace(state=state), StepInfo(rounds, state.kv_len, state.table.num_pages)
 
 
 def _of_rows(state: DecodeState) -> dict:

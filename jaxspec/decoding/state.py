@@ -40,11 +40,12 @@ class DecodeState:
         last_token: the newest committed token, not cached yet; it stands at position kv_len.
         kv_len: cached tokens, the one length that everything else is derived from.
         limit: tokens the row may commit at most, prompt included.
-        drafts: proposals for positions kv_len + 1 on.
+        drafts: proposals for positions kv_len + 1 on, in K_max columns.
         drafter: the drafter's own state.
         finish: a `Finish` value.
         sampling: the sampling parameters.
         max_model_len: tokens a row may hold, prompt and output; no `limit` exceeds it.
+        keeps_pages: finished rows hold their pages until somebody takes them.
     """
 
     cache: KVCache
@@ -58,10 +59,11 @@ class DecodeState:
     finish: Int[Array, "b"]
     sampling: SamplingState
     max_model_len: int = struct.field(pytree_node=False)
+    keeps_pages: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def num_drafts(self) -> int:
-        """K, static."""
+        """K_max, static: drafts there is room for. A round may use fewer."""
         return self.drafts.tokens.shape[1]
 
     @property
@@ -80,7 +82,7 @@ class RoundInfo:
     """What one round did, per row; or several, on a leading axis.
 
     Attributes:
-        tokens: the committed tokens, in the first `num_tokens` columns.
+        tokens: the committed tokens, in the first `num_tokens` of the round's 1 + K columns.
         num_tokens: how many were committed.
         num_drafts: drafts that were verified.
         num_accepted: drafts that were accepted.

@@ -7,6 +7,9 @@ report section 2.2 and vLLM's `spec_step_idx`, which starts over at module 0 whe
 
 Every module keeps the pair of (state, token t) at the position before t. So after a verification, whatever the
 module, the verified positions are rewritten from the trunk's own states and the drafts' pairs lie right behind them.
+
+When fewer drafts are wanted than there are modules in use, the modules left over run over the verified positions
+alone and propose nothing. That keeps them warm: their caches have no holes once more drafts are wanted again.
 """
 
 from __future__ import annotations
@@ -57,23 +60,24 @@ class MTPDrafter:
     ) -> tuple[Drafts, KVCache, Float[Array, "b d hidden"]]:
         """See `Drafter.draft`."""
         width = verified.next_tokens.shape[1]
-        if verified.window.shape[1] < width + num_drafts - 1:
-            raise ValueError(
-                f"{num_drafts} drafts after {width} verified positions write {width + num_drafts - 1} slots; "
-                f"got a window of {verified.window.shape[1]}"
-            )
-        chain = _chain_length(config, num_drafts)
+        _check_window(verified.window.shape[1], width, num_drafts)
         run = _Run(params, config, rule, verified, count, sampling)
         tokens, hidden = verified.next_tokens, verified.hidden
+        # From the state, not from this call's K: every module in use stays warm.
+        chain = state.shape[1] + 1
         boundaries, drawn = [], []
         for module in range(chain):
+            proposes = module < max(num_drafts, 1)  # at K = 0 the one draft is cut off below, and never computed
             if module:
-                tokens = _put(tokens, verified.length + module - 1, drawn[-1][0])
                 hidden = jnp.concatenate([state[:, module - 1, None], hidden], axis=1)
-            hidden, cache = run.over_verified(module, tokens, hidden, cache)
+            if module and proposes:
+                tokens = _put(tokens, verified.length + module - 1, drawn[-1][0])
+            columns = width + module if proposes else width
+            hidden, cache = run.over_verified(module, tokens[:, :columns], hidden[:, :columns], cache)
             boundaries.append(_take(hidden, verified.length - 1))
-            last = _take(hidden, verified.length + module - 1)
-            drawn.append(run.propose(module, module, last))
+            if proposes:
+                last = _take(hidden, verified.length + module - 1)
+                drawn.append(run.propose(module, module, last))
 
         def recycle(carry: tuple, step: Array) -> tuple:
             last, token, cache = carry
@@ -83,9 +87,10 @@ class MTPDrafter:
 
         steps = jnp.arange(chain, num_drafts)
         (_, _, cache), recycled = jax.lax.scan(recycle, (last, drawn[-1][0], cache), steps)
-        columns = [jnp.stack(parts, axis=1) for parts in zip(*drawn, strict=True)]
+        chained = [jnp.stack(parts, axis=1) for parts in zip(*drawn, strict=True)]
         recycled = [jnp.swapaxes(parts, 0, 1) for parts in recycled]
-        tokens, ids, probs = (jnp.concatenate(parts, axis=1) for parts in zip(columns, recycled, strict=True))
+        parts = (jnp.concatenate(both, axis=1) for both in zip(chained, recycled, strict=True))
+        tokens, ids, probs = (part[:, :num_drafts] for part in parts)
         return Drafts(tokens, count, Proposal(ids, probs)), cache, jnp.stack(boundaries, axis=1)[:, : chain - 1]
 
 
@@ -103,8 +108,9 @@ class _Run:
     def over_verified(
         self, module: int, tokens: Int[Array, "b t"], hidden: Float[Array, "b t hidden"], cache: KVCache
     ) -> tuple[Float[Array, "b t hidden"], KVCache]:
-        """A module over every verified position and over the first drafts, of which module d takes in d."""
-        kept = self.verified.length + jnp.clip(self.count - 1, 0, module)
+        """A module over every verified position and over the drafts in further columns: module d takes in d."""
+        further = tokens.shape[1] - self.verified.next_tokens.shape[1]
+        kept = self.verified.length + jnp.clip(self.count - 1, 0, further)
         placement = Placement(self.verified.page_ids, self.verified.start, kept, self.verified.window)
         return mtp_forward(self.params, self.config, module, tokens, hidden, cache, placement)
 
@@ -132,6 +138,14 @@ class _Run:
         logits = apply_head(self.params, last, None if head is None else head[module])
         position = self.verified.start + self.verified.length + 1 + step
         return self.rule.propose(logits, self.sampling, position)
+
+
+def _check_window(got: int, width: int, num_drafts: int) -> None:
+    expected = width + max(num_drafts - 1, 0)
+    if got < expected:
+        raise ValueError(
+            f"{num_drafts} drafts after {width} verified positions write {expected} slots; got a window of {got}"
+        )
 
 
 def _chain_length(config: ModelConfig, num_drafts: int) -> int:

@@ -1,7 +1,8 @@
 """The engine around the jitted programs: requests in, outputs and metrics out."""
 
-from jaxspec.engine.engine import Engine, EngineConfig, Live
+from jaxspec.engine.engine import Engine, Live
 from jaxspec.engine.llm import LLM, bundled_checkpoint
+from jaxspec.engine.options import EngineConfig
 from jaxspec.engine.outputs import CompletionOutput, Metrics, RequestOutput
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 The host dispatches work, and reads what earlier work reported; lengths, pages and drafts stay on the device. So all
 that it can be wrong about is who is still there: what a row reports counts for the request that had it when the work
-was dispatched.
+was dispatched. A row keeps its pages until the host has read that it ended, and gives them back.
 """
 
 from __future__ import annotations
@@ -14,53 +14,19 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxspec.cache import KVCache
 from jaxspec.config import ModelConfig, SpeculativeConfig
-from jaxspec.decoding.serving import Serving, admit, serve_prompts, serve_rounds, serving_faults, vacate
-from jaxspec.decoding.state import Finish, init_state, pages_per_row
+from jaxspec.decoding.state import Finish
+from jaxspec.engine.device import Device, Report
+from jaxspec.engine.draft_length import DraftLength
+from jaxspec.engine.options import EngineConfig
 from jaxspec.engine.outputs import Metrics
+from jaxspec.engine.prefix_cache import Match, PrefixCache
 from jaxspec.engine.requests import Request
 from jaxspec.models.params import Params
-from jaxspec.sampling.params import SamplingParams, SamplingState
 
-_ADMIT = jax.jit(admit, donate_argnames="serving")
-_VACATE = jax.jit(vacate, donate_argnames="serving")
-_ROUNDS = jax.jit(
-    serve_rounds, static_argnames=("config", "spec", "num_rows", "num_rounds"), donate_argnames="serving"
-)
-_PROMPTS = jax.jit(serve_prompts, static_argnames=("config", "spec", "num_rows", "width"), donate_argnames="serving")
-_FAULTS = jax.jit(serving_faults)
 _ENDED = (Finish.STOP, Finish.LENGTH, Finish.ERROR)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How requests share the device.
-
-    Attributes:
-        max_model_len: most tokens of one request, prompt and output.
-        max_num_seqs: rows, that is, most requests at once.
-        page_size: tokens a page holds.
-        num_pages: pages of the pool, the scratch page included.
-        max_num_batched_tokens: prompt tokens cached by one step.
-        rounds_per_dispatch: rounds in one program, for hosts that are slow beside the device.
-        overlap: how many steps may be under way that the host has not read; 0 waits for each.
-        num_stop_ids: most stop tokens of one request, the model's own included.
-        debug: check the laws of the page table and of the ledger after every step.
-    """
-
-    max_model_len: int
-    max_num_seqs: int
-    page_size: int
-    num_pages: int
-    max_num_batched_tokens: int = 256
-    rounds_per_dispatch: int = 1
-    overlap: int = 1
-    num_stop_ids: int = 16
-    debug: bool = False
 
 
 @dataclasses.dataclass
@@ -76,26 +42,40 @@ class Live:
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     row: int | None = None
     order: int = 0
-    # Prompt tokens that no chunk dispatched so far will cache; and what was last heard of the row.
+    # Its pages in the prefix cache; prompt tokens that no chunk dispatched so far will cache; and the last news.
+    holder: Match | None = None
     prefill_left: int = 0
-    num_pages: int = 0
     decoding: bool = False
     stalled: bool = False
 
     @property
-    def start(self) -> list[int]:
-        """What the row starts from: the prompt, and after a preemption the output so far."""
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish in _ENDED
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and output: what a row starts from, after a preemption too."""
         return [*self.request.token_ids, *self.token_ids]
+
+    @property
+    def limit(self) -> int:
+        """Tokens of prompt and output, at most."""
+        return len(self.request.token_ids) + self.request.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dispatched:
+class _Work:
     """Work whose report has not been read: who had which row, and how much of their prompts it was to cache."""
 
-    report: dict[str, jax.Array]
+    report: Report
     rows: dict[int, tuple[Live, int]]
     prefill: dict[int, int]
     preemptions: int
+
+    def prefills(self, live: Live) -> int:
+        """Prompt tokens that it caches for a request, if all goes well."""
+        return self.prefill.get(live.row, 0) if self.rows.get(live.row) == (live, live.order) else 0
 
 
 class Engine:
@@ -109,33 +89,30 @@ class Engine:
         dtype: of activations and pools.
 
     Raises:
-        ValueError: the pool cannot hold one request of `max_model_len`.
+        ValueError: the pool cannot hold one request of `max_model_len`, or the model does not allow prefix caching.
     """
 
     def __init__(
         self, params: Params, config: ModelConfig, spec: SpeculativeConfig, options: EngineConfig, dtype: Any
     ) -> None:
-        self.params, self.config, self.spec, self.options, self.dtype = params, config, spec, options, dtype
-        self.pages_per_request = pages_per_row(options.max_model_len, spec.num_speculative_tokens, options.page_size)
-        if options.num_pages < self.pages_per_request + 1:
-            raise ValueError(
-                f"num_pages: got {options.num_pages}, expected at least {self.pages_per_request + 1}: one request of "
-                f"max_model_len {options.max_model_len} with {spec.num_speculative_tokens} drafts, and scratch"
-            )
+        self.config, self.spec, self.options = config, spec, options
+        self._device = Device(params, config, spec.for_programs, options, dtype)
+        self._prefix = None
+        if options.caches_prefixes(config, spec):
+            self._prefix = PrefixCache(options.page_size, self._device.num_pages, spec.num_speculative_tokens > 0)
+        self._draft_length = DraftLength(spec)
         self.reset_metrics()
         self._waiting: collections.deque[Live] = collections.deque()
         self._rows: dict[int, Live] = {}
-        self._dispatched: collections.deque[_Dispatched] = collections.deque()
+        self._dispatched: collections.deque[_Work] = collections.deque()
         self._known: dict[Hashable, Live] = {}
-        self._lost: list[Live] = []
-        self._programs: dict[tuple, Any] = {}
-        self._order = 0
-        self._serving: Serving | None = None
+        self._news: dict[Hashable, Live] = {}
+        self._order = self._preemptions = 0
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do."""
-        return bool(self._known or self._lost)
+        return bool(self._known)
 
     def add_request(self, request_id: Hashable, request: Request, seed: int | None = None) -> None:
         """Queues a request.
@@ -147,11 +124,6 @@ class Engine:
             raise ValueError(f"request id {request_id!r}: got it twice, expected one that is not running")
         if request.error is not None:
             raise ValueError(request.error)
-        if len(request.stop_ids) > self.options.num_stop_ids:
-            raise ValueError(
-                f"stop_token_ids: got {len(request.stop_ids)} with the model's own, expected at most "
-                f"{self.options.num_stop_ids}"
-            )
         live = Live(request_id, request, secrets.randbits(63) if seed is None else seed)
         live.metrics.num_accepted_tokens_per_pos = [0] * self.spec.num_speculative_tokens
         self._known[request_id] = live
@@ -166,153 +138,62 @@ class Engine:
         if request_id not in self._known:
             raise ValueError(f"request id {request_id!r}: got none such, expected one that waits or runs")
         live = self._known.pop(request_id)
-        if live.row is None:
+        self._news.pop(request_id, None)
+        if live.row is not None:
+            self._leave([live])
+        elif not live.ended:
             self._waiting.remove(live)
-        else:
-            self._vacate(live)
-
-    def reset_metrics(self) -> None:
-        """Starts counting anew."""
-        self.metrics = Metrics(num_accepted_tokens_per_pos=[0] * self.spec.num_speculative_tokens)
 
     def step(self) -> list[Live]:
         """Admits, dispatches, and reads what is due.
 
         Returns:
-            The requests that ended, in the order of their ends.
+            The requests that have new tokens or have ended.
 
         Raises:
             Exception: whatever the device reports. Requests with a row have then failed, and are returned by the next
                 step; the engine goes on with the others.
         """
-        if self._serving is None:
-            self._serving = self._new_serving()
+        started, before = time.perf_counter(), (self._device.seconds_compile, self._device.seconds_idle)
         try:
             self._admit()
             if self._rows:
+                self._make_space()
                 self._dispatch()
-            ended, self._lost = self._lost, []
             while len(self._dispatched) > (self.options.overlap if self._rows else 0):
-                ended += self._collect(self._dispatched.popleft())
-            return ended
+                self._collect(self._dispatched.popleft())
         except Exception as error:
             self._fail_rows(error)
             raise
-
-    def _fail_rows(self, error: Exception) -> None:
-        """The state was donated to what failed, so the rows are lost and start anew, empty."""
-        self._serving = None
-        self._dispatched.clear()
-        for live in self._rows.values():
-            live.finish, live.error, live.row = Finish.ERROR, f"a step failed: {error}", None
-            self._known.pop(live.request_id, None)
-            self._lost.append(live)
-        self._rows.clear()
-
-    def _new_serving(self) -> Serving:
-        options = self.options
-        cache = KVCache.create(self.config, options.num_pages, options.page_size, self.dtype)
-        idle = [(SamplingParams(temperature=0.0), 0, ())] * options.max_num_seqs
-        sampling = SamplingState.stack(idle, options.num_stop_ids)
-        return Serving.create(init_state(self.config, self.spec, cache, sampling, options.max_model_len))
-
-    # --- Admission ------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """Gives free rows to waiting requests, first come first served, while pages are likely to be found."""
-        free = [row for row in range(self.options.max_num_seqs) if row not in self._rows]
-        while free and self._waiting and self._fits(self._waiting[0]):
-            self._start(self._waiting[0], free.pop(0))
-            self._waiting.popleft()
-
-    def _fits(self, live: Live) -> bool:
-        """By what is known here, pages suffice for its start and a round of every row. Alone, it always fits."""
         if not self._rows:
-            return True
-        margin = self._pages(1 + 2 * self.spec.num_speculative_tokens) * (len(self._rows) + 1)
-        taken = sum(max(self._pages(len(other.start)), other.num_pages) for other in self._rows.values())
-        return taken + self._pages(len(live.start)) + margin <= self.options.num_pages - 1
+            self._device.rest()
+        compiling, idle = self._device.seconds_compile - before[0], self._device.seconds_idle - before[1]
+        self.metrics.seconds_compile += compiling
+        self.metrics.seconds_idle += idle
+        self.metrics.seconds_decode += time.perf_counter() - started - compiling
+        news, self._news = list(self._news.values()), {}
+        for live in news:
+            if live.ended:
+                del self._known[live.request_id]
+        return news
 
-    def _pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.options.page_size)
+    def warmup(self) -> None:
+        """Compiles every program that this engine can ever call, and runs none."""
+        before = self._device.seconds_compile
+        specs = {self.spec.for_programs: self._draft_length.values}
+        if self.spec.acceptance_rate_window_size is not None:
+            specs[self._no_drafter()] = (0,)
+        self._device.warmup(specs)
+        self.metrics.seconds_compile += self._device.seconds_compile - before
 
-    def _start(self, live: Live, row: int) -> None:
-        start, request = live.start, live.request
-        prompt = np.zeros(self.options.max_model_len, np.int32)
-        prompt[: len(start)] = start
-        limit = len(request.token_ids) + request.max_new_tokens
-        arrays = jax.device_put([prompt, *(np.int32(n) for n in (row, len(start), limit, self._order))])
-        sampling = SamplingState.stack([(request.params, live.seed, request.stop_ids)], self.options.num_stop_ids)
-        self._serving = self._call(_ADMIT, self._serving, *arrays, sampling)
-        live.row, live.order, live.prefill_left = row, self._order, len(start)
-        live.num_pages, live.decoding, live.stalled = 0, False, False
-        self._order += 1
-        self._rows[row] = live
+    def reset_metrics(self) -> None:
+        """Starts counting anew."""
+        self.metrics = Metrics(num_accepted_tokens_per_pos=[0] * self.spec.num_speculative_tokens)
 
-    def _vacate(self, live: Live) -> None:
-        rows = np.zeros(self.options.max_num_seqs, bool)
-        rows[live.row] = True
-        self._serving = self._call(_VACATE, self._serving, jax.device_put(rows))
-        del self._rows[live.row]
-        live.row = None
-
-    # --- Work -----------------------------------------------------------------------------------------------------
-
-    def _dispatch(self) -> None:
-        """A chunk of the oldest prompts, if any is left; and rounds, if any row may decode."""
-        prefilling = sorted((x for x in self._rows.values() if x.prefill_left), key=lambda x: x.order)
-        if prefilling:
-            num_rows, width = self._chunk(prefilling)
-            planned = {live.row: min(width, live.prefill_left) for live in prefilling[:num_rows]}
-            for row, count in planned.items():
-                self._rows[row].prefill_left -= count
-            self._run(_PROMPTS, planned, num_rows=num_rows, width=width)
-        decoding = sum(not live.prefill_left for live in self._rows.values())
-        if decoding:
-            num_rows = next(n for n in self._row_buckets() if n >= decoding)
-            self._run(_ROUNDS, {}, num_rows=num_rows, num_rounds=self.options.rounds_per_dispatch)
-
-    def _chunk(self, prefilling: Sequence[Live]) -> tuple[int, int]:
-        """Rows and width of a chunk: many rows for many short prompts, one for a long one.
-
-        Both are powers of four, or the budget, so that few programs are ever compiled.
-        """
-        left = [live.prefill_left for live in prefilling]
-        for rows in (16, 4, 1):
-            if rows > self.options.max_num_seqs or (rows > 1 and len(left) <= rows // 4):
-                continue
-            for width in self._widths():
-                if rows * width <= self.options.max_num_batched_tokens and width >= max(left[:rows]):
-                    return rows, width
-        return 1, self._widths()[-1]
-
-    def _row_buckets(self) -> list[int]:
-        most = self.options.max_num_seqs
-        return [rows for rows in (1, 4, 16, 64, 256) if rows < most] + [most]
-
-    def _widths(self) -> list[int]:
-        most = min(self.options.max_num_batched_tokens, self.options.max_model_len)
-        return [width for width in (16, 64, 256, 1024, 4096) if width < most] + [most]
-
-    def _run(self, program: Any, prefill: dict[int, int], **static: int) -> None:
-        arguments = (self.params, self.config, self.spec, self._serving)
-        self._serving, info = self._call(program, *arguments, **static)
-        report = vars(info.rounds) | {"num_prefilled": info.num_prefilled, "num_pages": info.num_pages}
-        for array in report.values():
-            array.copy_to_host_async()
-        rows = {row: (live, live.order) for row, live in self._rows.items()}
-        self._dispatched.append(_Dispatched(report, rows, prefill, self.metrics.num_preemptions))
-        if self.options.debug:
-            self.check_integrity()
-
-    def _call(self, program: Any, *arguments: Any, **static: int) -> Any:
-        """Calls a program, compiled once, and counts the seconds that takes."""
-        key = (program, *static.items())
-        if key not in self._programs:
-            started = time.perf_counter()
-            self._programs[key] = program.lower(*arguments, **static).compile()
-            self.metrics.seconds_compile += time.perf_counter() - started
-        return self._programs[key](*(x for x in arguments if x is not self.config and x is not self.spec))
+    def reset_prefix_cache(self) -> None:
+        """Forgets the pages of past requests; those that running ones share live as long as these."""
+        if self._prefix is not None:
+            self._withdraw(self._prefix.reset())
 
     def check_integrity(self) -> None:
         """Checks the laws of table and ledger on the device, and waits for it.
@@ -320,35 +201,155 @@ class Engine:
         Raises:
             AssertionError: names the laws that are broken.
         """
-        if self._serving is not None:
-            broken = [law for law, is_broken in jax.device_get(_FAULTS(self._serving)).items() if is_broken]
-            assert not broken, f"broken laws: {broken}"
+        broken = self._device.broken_laws()
+        assert not broken, f"broken laws: {broken}"
+
+    # --- Admission ------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Gives free rows to waiting requests, first come first served, while pages are likely to be found."""
+        free = [row for row in range(self.options.max_num_seqs) if row not in self._rows]
+        while free and self._waiting and self._fits(self._waiting[0]):
+            self._start(self._waiting.popleft(), free.pop(0))
+
+    def _fits(self, live: Live) -> bool:
+        """By what is known here, pages suffice for it and a round of every row. Alone, it always fits."""
+        return not self._rows or self._most_pages([*self._rows.values(), live]) < self._device.num_pages
+
+    def _most_pages(self, lives: Sequence[Live]) -> int:
+        """Pages that requests may hold, at most, once all is done that has been dispatched and one step more."""
+        num_drafts, steps = self.spec.num_speculative_tokens, len(self._dispatched) + 1
+        ahead = steps * self.options.rounds_per_dispatch * (1 + num_drafts)
+        reach = [min(len(live.all_token_ids) + ahead, live.limit) + 2 * num_drafts for live in lives]
+        return sum(-(-tokens // self.options.page_size) for tokens in reach)
+
+    def _start(self, live: Live, row: int) -> None:
+        start, handles, num_cached = live.all_token_ids, [], 0
+        if self._prefix is not None:
+            live.holder = self._prefix.match(start)
+            handles, num_cached = live.holder.handles, live.holder.num_tokens
+        live.row, live.order, live.prefill_left = row, self._order, len(start) - num_cached
+        live.decoding = live.stalled = False
+        for metrics in (live.metrics, self.metrics):
+            metrics.prefix_cache_queries += len(start)
+            metrics.prefix_cache_hits += num_cached
+        self._order += 1
+        self._rows[row] = live
+        sampling = (live.request.params, live.seed, live.request.stop_ids)
+        self._device.admit(row, live.order, start, live.limit, sampling, handles, num_cached)
+
+    def _leave(self, lives: Sequence[Live]) -> None:
+        """Requests give up their rows. Full pages of what they have cached stay for those that start alike."""
+        for live in lives:
+            self._publish(live)
+            if live.holder is not None:
+                self._prefix.release(live.holder)
+            live.holder = None
+        self._device.vacate([live.row for live in lives])
+        for live in lives:
+            del self._rows[live.row]
+            live.row = None
+
+    def _publish(self, live: Live) -> None:
+        """Before the prompt is done nothing is known to be finite, so nothing is published."""
+        if self._prefix is not None and live.decoding and live.finish != Finish.ERROR:
+            tokens = live.all_token_ids
+            columns = self._prefix.publish(tokens, len(tokens) - 1, live.holder)
+            if columns:
+                self._device.publish(live.row, columns)
+
+    def _withdraw(self, handles: Sequence[int]) -> None:
+        if handles:
+            self._device.withdraw(handles)
+
+    def _make_space(self) -> None:
+        """Pages that only the prefix cache holds give way to what the rows may come to need."""
+        if self._prefix is not None:
+            missing = self._most_pages(list(self._rows.values())) + self._prefix.num_idle + 1 - self._device.num_pages
+            if missing > 0:
+                # Some more than now, so that this need not be done before every step.
+                self._withdraw(self._prefix.evict(missing + self.options.max_num_seqs))
+
+    def _fail_rows(self, error: Exception) -> None:
+        """The state was donated to what failed, so the rows are lost and start anew, empty."""
+        self._device.reset()
+        self._dispatched.clear()
+        for live in self._rows.values():
+            live.finish, live.error, live.row, live.holder = Finish.ERROR, f"a step failed: {error}", None, None
+            self._news[live.request_id] = live
+        self._rows.clear()
+        if self._prefix is not None:
+            self._prefix.reset()
+
+    # --- Work -----------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """A chunk of the oldest prompts, if any is left; and rounds, if any row may decode."""
+        spec = self._no_drafter() if self._draft_length.is_off else self.spec.for_programs
+        prefilling = sorted((x for x in self._rows.values() if x.prefill_left), key=lambda x: x.order)
+        if prefilling:
+            num_rows, width = self._chunk([live.prefill_left for live in prefilling])
+            planned = {live.row: min(width, live.prefill_left) for live in prefilling[:num_rows]}
+            for row, count in planned.items():
+                self._rows[row].prefill_left -= count
+            self._sent(self._device.run_prompts(spec, num_rows, width), planned)
+        decoding = [live.request.params for live in self._rows.values() if not live.prefill_left]
+        if decoding:
+            num_rows = next(n for n in self.options.rows() if n >= len(decoding))
+            most = self.spec.num_speculative_tokens
+            wanted = (most if p.num_speculative_tokens is None else p.num_speculative_tokens for p in decoding)
+            num_drafts = self._draft_length.choose(len(decoding), max(wanted))
+            self._sent(self._device.run_rounds(spec, num_rows, num_drafts), {})
+
+    def _chunk(self, left: Sequence[int]) -> tuple[int, int]:
+        """Rows and width of the chunk that caches most of the oldest prompts; the smallest of these."""
+        return max(self.options.chunks(), key=lambda bucket: sum(min(n, bucket[1]) for n in left[: bucket[0]]))
+
+    def _sent(self, report: Report, prefill: dict[int, int]) -> None:
+        rows = {row: (live, live.order) for row, live in self._rows.items()}
+        self._dispatched.append(_Work(report, rows, prefill, self._preemptions))
+        if self.options.debug:
+            self.check_integrity()
+
+    def _no_drafter(self) -> SpeculativeConfig:
+        return dataclasses.replace(self.spec.for_programs, num_speculative_tokens=0)
 
     # --- Reports --------------------------------------------------------------------------------------------------
 
-    def _collect(self, work: _Dispatched) -> list[Live]:
+    def _collect(self, work: _Work) -> None:
         """Reads a report. What a row says is for the request that had it, if it has it still."""
-        report = jax.device_get(work.report)
-        here = {row: live for row, (live, order) in work.rows.items() if live.row == row and live.order == order}
-        ended: list[Live] = []
-        for row, live in here.items():
-            # A row that found no pages has fallen behind the plan, and goes on before those that were to follow it.
-            live.prefill_left += work.prefill.get(row, 0) - int(report["num_prefilled"][row])
-            live.num_pages = int(report["num_pages"][row])
-            if row in work.prefill or (not work.prefill and live.decoding):
+        report = self._device.read(work.report)
+        here = [live for live, order in work.rows.values() if live.row is not None and live.order == order]
+        for live in here:
+            row, was_decoding = live.row, live.decoding
+            if row in work.prefill or (not work.prefill and was_decoding):
                 live.stalled = bool(report["stalled"][-1, row])
-            self._append(live, row, report)
-            if live.finish in _ENDED:
-                live.row = None
-                del self._rows[row], self._known[live.request_id]
-                ended.append(live)
-        self.metrics.num_steps += 1
-        if work.preemptions == self.metrics.num_preemptions:
+            if self._take(live, report):
+                self._news[live.request_id] = live
+            if not live.decoding:
+                # A row that found no pages has fallen behind the plan.
+                under_way = sum(later.prefills(live) for later in self._dispatched)
+                live.prefill_left = len(live.all_token_ids) - int(report["kv_len"][row]) - under_way
+            elif not was_decoding and not live.ended:
+                self._publish(live)
+        self._settle(here, report)
+        if work.preemptions == self._preemptions:
             self._make_room()
-        return ended
 
-    def _append(self, live: Live, row: int, report: dict[str, np.ndarray]) -> None:
-        """Takes over the tokens and counts of one row."""
+    def _settle(self, here: Sequence[Live], report: dict[str, np.ndarray]) -> None:
+        """Counts the step, and lets go of the requests that have ended."""
+        for drafted, accepted in zip(report["num_drafts"], report["num_accepted"], strict=True):
+            self._draft_length.observe(int(drafted.sum()), int(accepted.sum()))
+        self.metrics.num_steps += 1
+        self.metrics.pages_held = int(report["num_pages"].sum())
+        self.metrics.peak_pages_held = max(self.metrics.peak_pages_held, self.metrics.pages_held)
+        ended = [live for live in here if live.ended]
+        if ended:
+            self._leave(ended)
+
+    def _take(self, live: Live, report: dict[str, np.ndarray]) -> bool:
+        """Takes over the tokens and counts of a row; whether there is anything new."""
+        row, before = live.row, len(live.token_ids)
         names = ("num_tokens", "num_drafts", "num_accepted", "stalled")
         counts = zip(*(report[name][:, row].tolist() for name in names), strict=True)
         for tokens, (num_tokens, *others) in zip(report["tokens"][:, row], counts, strict=True):
@@ -358,7 +359,8 @@ class Engine:
                 metrics.count_round(num_tokens, *others)
         finish = Finish(int(report["finish"][-1, row]))
         if finish in _ENDED:
-            live.finish = finish
+            live.finish, live.prefill_left = finish, 0
+        return live.ended or len(live.token_ids) > before
 
     def _make_room(self) -> None:
         """Preempts the youngest request where one that decodes finds no page, or none at all does."""
@@ -366,7 +368,8 @@ class Engine:
         decoding = any(live.decoding for live in stalled)
         if len(self._rows) > 1 and stalled and (decoding or len(stalled) == len(self._rows)):
             youngest = max(self._rows.values(), key=lambda live: live.order)
-            self._vacate(youngest)
-            youngest.metrics.num_preemptions += 1
-            self.metrics.num_preemptions += 1
+            self._leave([youngest])
+            for metrics in (youngest.metrics, self.metrics):
+                metrics.num_preemptions += 1
+            self._preemptions += 1
             self._waiting.appendleft(youngest)

@@ -1,58 +1,29 @@
-"""`LLM`: load a checkpoint, generate batches."""
+"""`LLM`: load a checkpoint, generate batches, or requests as they come."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-import secrets
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from jaxspec.cache import KVCache
 from jaxspec.checkpoint import load, load_tokenizer, read_config, resolve
 from jaxspec.checkpoint.reader import WeightFormat
-from jaxspec.config import ModelConfig, SpeculativeConfig
-from jaxspec.decoding.loop import Generation, generate
-from jaxspec.decoding.state import Finish, init_state, pages_per_row
+from jaxspec.config import SpeculativeConfig
+from jaxspec.decoding.state import Finish
 from jaxspec.drafters import DRAFTERS
-from jaxspec.engine.outputs import ERRORS, FINISH_REASONS, CompletionOutput, Metrics, RequestOutput
+from jaxspec.engine.engine import Engine, Live
+from jaxspec.engine.options import EngineConfig
+from jaxspec.engine.outputs import FINISH_REASONS, NOT_FINITE, CompletionOutput, Metrics, RequestOutput
 from jaxspec.engine.requests import Prompt, Request, as_params, as_prompts, make_request
-from jaxspec.models.params import Params
-from jaxspec.sampling.params import SamplingParams, SamplingState
-
-_SMALLEST_BUCKET = 16
-
-
-def _generate_wave(
-    params: Params,
-    cache: KVCache,
-    sampling: SamplingState,
-    prompts: Int[Array, "b t"],
-    lengths: Int[Array, "b"],
-    limits: Int[Array, "b"],
-    *,
-    config: ModelConfig,
-    spec: SpeculativeConfig,
-    max_model_len: int,
-    max_new_tokens: int,
-) -> tuple[KVCache, Generation]:
-    """A whole wave: the rows are made inside, so that the pools are all that is donated and handed back."""
-    state = init_state(config, spec, cache, sampling, max_model_len)
-    state, generation = generate(params, config, spec, state, prompts, lengths, limits, max_new_tokens)
-    return state.cache, generation
-
-
-_GENERATE_WAVE = jax.jit(
-    _generate_wave, static_argnames=("config", "spec", "max_model_len", "max_new_tokens"), donate_argnames="cache"
-)
+from jaxspec.sampling.params import SamplingParams
 
 
 def bundled_checkpoint() -> Path:
@@ -63,7 +34,10 @@ def bundled_checkpoint() -> Path:
 
 
 class LLM:
-    """A model, its tokenizer and its KV cache, for batch generation in this process.
+    """A model, its tokenizer and its KV cache, in this process.
+
+    `generate` runs batches. `add_request`, `step` and `abort_request` run requests that come at any time; both may be
+    used by turns, over the same rows.
 
     Args:
         model: folder of a Hugging Face checkpoint or of a converted one, or a model's name on the hub (with the extra
@@ -72,15 +46,16 @@ class LLM:
             `{"method": "mtp", "num_speculative_tokens": 3}`.
         max_model_len: most tokens of one request, prompt and output. None is the model's own limit, but at most
             4096.
-        max_num_seqs: most requests decoded at once; more run in waves.
+        max_num_seqs: most requests decoded at once; more wait for a row.
+        page_size: tokens a page of the KV cache holds.
+        num_pages: pages of the KV cache, the scratch page included. None holds `max_num_seqs` full requests.
         dtype: of activations and KV cache: "auto" is float32 on a CPU and what the checkpoint stores elsewhere; or
             bfloat16, float16, float32. Weights stored narrower stay so and widen where they are used, which changes
             no result and halves what a step reads.
         weight_format: of weights that the checkpoint has in FP8: "dequantized" or "fp8", as in `load`. None is the
             first, or what the checkpoint was converted to.
-        page_size: tokens a page of the KV cache holds.
-        num_pages: pages of the KV cache, the scratch page included. None holds `max_num_seqs` full requests.
         seed: makes the seeds of requests without one reproducible; None takes them from the operating system.
+        engine_config: other fields of `EngineConfig`, as in `{"overlap": 0}`.
 
     Raises:
         ValueError: the checkpoint or an option cannot be honoured.
@@ -93,31 +68,35 @@ class LLM:
         speculative_config: SpeculativeConfig | dict[str, Any] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
-        dtype: Any = "auto",
-        weight_format: WeightFormat | None = None,
         page_size: int = 16,
         num_pages: int | None = None,
+        dtype: Any = "auto",
+        weight_format: WeightFormat | None = None,
         seed: int | None = None,
+        engine_config: dict[str, Any] | None = None,
     ) -> None:
         path = bundled_checkpoint() if model is None else resolve(model)
-        self.spec = _as_spec(speculative_config)
-        self.max_num_seqs = _at_least_one("max_num_seqs", max_num_seqs)
-        self.page_size = _at_least_one("page_size", page_size)
+        self.spec = spec = _as_spec(speculative_config)
         self._seeds = None if seed is None else np.random.default_rng(seed)
         # Whatever can be refused without the weights is refused before they are read.
         self.config = read_config(path)
-        if self.spec.num_speculative_tokens:
-            DRAFTERS[self.spec.method].check(self.config)
+        if spec.num_speculative_tokens:
+            DRAFTERS[spec.method].check(self.config)
         self.tokenizer = load_tokenizer(path, self.config.vocab_size)
-        self.max_model_len = self._limit(max_model_len)
-        self.num_pages = self._pool(num_pages)
+        sizes = {"max_num_seqs": max_num_seqs, "page_size": page_size, "num_pages": num_pages}
+        others = {} if engine_config is None else engine_config
+        _check_names("engine_config", others, EngineConfig)
+        options = EngineConfig(**sizes | {"max_model_len": self._limit(max_model_len)} | others)
         if isinstance(dtype, str) and dtype == "auto":
             dtype = jnp.float32 if jax.default_backend() == "cpu" else None
+        options.caches_prefixes(self.config, spec)
+        options.pool_pages(self.config, spec, jnp.bfloat16 if dtype is None else dtype)
         self.config, self.params = load(path, dtype, widen=False, weight_format=weight_format)
-        self._activations = self.params.embed.dtype if dtype is None else jnp.dtype(dtype)
-        self._cache: KVCache | None = None
-        self._programs: dict[tuple, Any] = {}
-        self._metrics = Metrics()
+        activations = self.params.embed.dtype if dtype is None else jnp.dtype(dtype)
+        self.max_model_len = options.max_model_len
+        self._engine = Engine(self.params, self.config, spec, options, activations)
+        self._calls = itertools.count()
+        self._unseen: dict[Hashable, Live] = {}
 
     def generate(
         self,
@@ -142,153 +121,120 @@ class LLM:
         """
         listed = as_prompts(prompts)
         params = as_params(sampling_params, len(listed))
-        requests = [
-            make_request(prompt, param, self.config, self.tokenizer, self.max_model_len)
-            for prompt, param in zip(listed, params, strict=True)
-        ]
+        requests = [self._request(prompt, param) for prompt, param in zip(listed, params, strict=True)]
         if len(requests) == 1 and requests[0].error is not None:
             raise ValueError(requests[0].error)
         outputs = {i: _failed(i, request) for i, request in enumerate(requests) if request.error is not None}
+        ids = {(next(self._calls), i): i for i in range(len(requests)) if i not in outputs}
         with tqdm(total=len(requests), initial=len(outputs), unit="req", disable=_hidden(use_tqdm)) as bar:
-            for wave in self._waves(requests):
-                results = self._run_wave([requests[i] for i in wave])
-                outputs |= {
-                    i: dataclasses.replace(out, request_id=str(i)) for i, out in zip(wave, results, strict=True)
-                }
-                bar.update(len(wave))
-                bar.set_postfix_str(_summary(self._metrics))
+            for live in self._run(ids, requests):
+                i = ids[live.request_id]
+                outputs[i] = self._output(live, str(i))
+                bar.update()
+                bar.set_postfix_str(self.get_metrics().summary())
         return [outputs[i] for i in range(len(requests))]
+
+    def add_request(self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
+        """Queues a request for `step`.
+
+        Raises:
+            ValueError: the id is that of a request under way, or the request cannot run.
+        """
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id: got {request_id!r}, expected a str")
+        listed, [params] = as_prompts(prompt), as_params(sampling_params, 1)
+        if len(listed) != 1:
+            raise ValueError(f"prompt: got {len(listed)}, expected one")
+        request = self._request(listed[0], params)
+        self._engine.add_request(request_id, request, self._seed(params))
+
+    def step(self) -> list[RequestOutput]:
+        """Goes on with all requests; nothing to do is no error.
+
+        Returns:
+            Outputs so far of the requests with new tokens, and of those that have ended.
+        """
+        news, self._unseen = self._unseen | {live.request_id: live for live in self._engine.step()}, {}
+        return [self._output(live, request_id) for request_id, live in news.items()]
+
+    def abort_request(self, request_id: str) -> None:
+        """Ends a request without an output.
+
+        Raises:
+            ValueError: no such request is under way.
+        """
+        self._engine.abort_request(request_id)
+        self._unseen.pop(request_id, None)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._unseen) or self._engine.has_unfinished_requests
+
+    def warmup(self) -> None:
+        """Compiles now whatever later calls may need, so that none of them has to wait for it."""
+        self._engine.warmup()
 
     def get_metrics(self) -> Metrics:
         """Counts of everything generated since the start, or since `reset_metrics`."""
-        return self._metrics
+        return self._engine.metrics
 
     def reset_metrics(self) -> None:
         """Starts counting anew."""
-        self._metrics = Metrics()
+        self._engine.reset_metrics()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what past requests cached."""
+        self._engine.reset_prefix_cache()
+
+    def _run(self, ids: dict[Hashable, int], requests: Sequence[Request]) -> Iterator[Live]:
+        """Runs requests to their ends. What is left when a step fails, or when nobody asks any more, is aborted."""
+        left = {}
+        try:
+            for request_id, i in ids.items():
+                self._engine.add_request(request_id, requests[i], self._seed(requests[i].params))
+                left[request_id] = i
+            while left:
+                for live in self._engine.step():
+                    if live.request_id not in ids:
+                        self._unseen[live.request_id] = live
+                    elif live.ended:
+                        del left[live.request_id]
+                        yield live
+        finally:
+            for request_id in left:
+                self._engine.abort_request(request_id)
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        options = self._engine.options
+        return make_request(prompt, params, self.config, self.tokenizer, options.max_model_len, options.num_stop_ids)
 
     def _limit(self, max_model_len: int | None) -> int:
         own = self.config.max_position_embeddings
         if max_model_len is None:
             return min(own, 4096, self.config.index_topk or own)
-        if not 2 <= _at_least_one("max_model_len", max_model_len) <= own:
-            raise ValueError(f"max_model_len: got {max_model_len}, expected 2..{own} (the model's own limit)")
+        is_integer = isinstance(max_model_len, int) and not isinstance(max_model_len, bool)
+        if not is_integer or not 2 <= max_model_len <= own:
+            raise ValueError(f"max_model_len: got {max_model_len!r}, expected 2..{own} (the model's own limit)")
         self.config.check_context("max_model_len", max_model_len)
         return max_model_len
 
-    def _pool(self, num_pages: int | None) -> int:
-        per_row = pages_per_row(self.max_model_len, self.spec.num_speculative_tokens, self.page_size)
-        if num_pages is None:
-            return self.max_num_seqs * per_row + 1
-        if _at_least_one("num_pages", num_pages) < per_row + 1:
-            raise ValueError(
-                f"num_pages: got {num_pages}, expected at least {per_row + 1}: one request of max_model_len "
-                f"{self.max_model_len} with {self.spec.num_speculative_tokens} drafts, and the scratch page"
-            )
-        return num_pages
-
-    def _pages(self, request: Request) -> int:
-        most = len(request.token_ids) + request.max_new_tokens
-        return pages_per_row(most, self.spec.num_speculative_tokens, self.page_size)
-
-    def _waves(self, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """Splits the requests that can run, in order, so that each wave fits the rows and the pool."""
-        wave, pages = [], 0
-        for i, request in enumerate(requests):
-            if request.error is not None:
-                continue
-            more = self._pages(request)
-            if wave and (len(wave) == self.max_num_seqs or pages + more > self.num_pages - 1):
-                yield wave
-                wave, pages = [], 0
-            wave.append(i)
-            pages += more
-        if wave:
-            yield wave
-
-    def _run_wave(self, wave: list[Request]) -> list[RequestOutput]:
-        arguments, max_new_tokens = self._batch(wave)
-        started = time.perf_counter()
-        program = self._compiled(arguments, max_new_tokens)
-        compiled = time.perf_counter()
-        self._cache = None  # donated: gone if the program fails, and then made anew
-        cache, generation = program(*arguments)
-        found = jax.device_get(vars(generation))
-        decoded = time.perf_counter()
-        self._cache = cache
-        outputs = [
-            self._output(request, {name: rows[row] for name, rows in found.items()})
-            for row, request in enumerate(wave)
-        ]
-        total = sum((out.metrics for out in outputs), Metrics())
-        self._metrics += dataclasses.replace(
-            total, seconds_compile=compiled - started, seconds_decode=decoded - compiled
-        )
-        return outputs
-
-    def _batch(self, wave: list[Request]) -> tuple[tuple, int]:
-        """A wave's arguments, padded to buckets so that few shapes are ever compiled, and its output's width."""
-        rows = _bucket(len(wave), 1, self.max_num_seqs)
-        width = _bucket(max(len(r.token_ids) for r in wave), _SMALLEST_BUCKET, self.max_model_len)
-        max_new_tokens = _bucket(max(r.max_new_tokens for r in wave), _SMALLEST_BUCKET, self.max_model_len)
-        num_stop_ids = _bucket(max(len(r.stop_ids) for r in wave), 4, self.config.vocab_size)
-        prompts = np.zeros((rows, width), np.int32)
-        lengths, limits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        for row, request in enumerate(wave):
-            lengths[row] = len(request.token_ids)
-            limits[row] = len(request.token_ids) + request.max_new_tokens
-            prompts[row, : lengths[row]] = request.token_ids
-        sampling = [(r.params, self._seed(r.params), r.stop_ids) for r in wave]
-        sampling += [(SamplingParams(temperature=0.0), 0, ())] * (rows - len(wave))
-        cache = self._cache
-        if cache is None:
-            cache = KVCache.create(self.config, self.num_pages, self.page_size, self._activations)
-        arrays = jax.device_put((prompts, lengths, limits))
-        return (self.params, cache, SamplingState.stack(sampling, num_stop_ids), *arrays), max_new_tokens
-
-    def _seed(self, params: SamplingParams) -> int:
-        if params.seed is not None:
+    def _seed(self, params: SamplingParams) -> int | None:
+        if params.seed is not None or self._seeds is None:
             return params.seed
-        return secrets.randbits(63) if self._seeds is None else int(self._seeds.integers(2**63))
+        return int(self._seeds.integers(2**63))
 
-    def _compiled(self, arguments: tuple, max_new_tokens: int) -> Any:
-        """The program for these shapes, compiled when they are new."""
-        _, _, sampling, prompts, _, _ = arguments
-        key = (prompts.shape, sampling.stop_ids.shape, max_new_tokens)
-        if key not in self._programs:
-            lowered = _GENERATE_WAVE.lower(
-                *arguments,
-                config=self.config,
-                spec=self.spec,
-                max_model_len=self.max_model_len,
-                max_new_tokens=max_new_tokens,
-            )
-            self._programs[key] = lowered.compile()
-        return self._programs[key]
-
-    def _output(self, request: Request, found: dict[str, np.ndarray]) -> RequestOutput:
-        """From the request's row of each field of `Generation`, on the host."""
-        finish = Finish(int(found["finish"]))
-        ids = found["tokens"][: found["num_tokens"]].tolist()
-        shown = ids[:-1] if finish == Finish.STOP else ids
+    def _output(self, live: Live, request_id: str) -> RequestOutput:
+        stopped, ids, request = live.finish == Finish.STOP, list(live.token_ids), live.request
         completion = CompletionOutput(
             index=0,
-            text="" if self.tokenizer is None else self.tokenizer.decode(shown),
+            text="" if self.tokenizer is None else self.tokenizer.decode(ids[:-1] if stopped else ids),
             token_ids=ids,
-            finish_reason=FINISH_REASONS[finish],
-            stop_reason=ids[-1] if finish == Finish.STOP and ids[-1] in request.params.stop_token_ids else None,
+            finish_reason=FINISH_REASONS.get(live.finish),
+            stop_reason=ids[-1] if stopped and ids[-1] in request.params.stop_token_ids else None,
         )
-        accepted = found["accepted_at"].tolist()
-        metrics = Metrics(
-            num_drafts=int(found["num_rounds"]),
-            num_draft_tokens=int(found["num_draft_tokens"]),
-            num_accepted_tokens=sum(accepted),
-            num_accepted_tokens_per_pos=accepted,
-            num_generated_tokens=len(ids),
-        )
-        return RequestOutput(
-            "", request.text, list(request.token_ids), [completion], True, metrics, ERRORS.get(finish)
-        )
+        error = live.error or (NOT_FINITE if live.finish == Finish.ERROR else None)
+        prompt_ids, metrics = list(request.token_ids), dataclasses.replace(live.metrics)
+        return RequestOutput(request_id, request.text, prompt_ids, [completion], live.ended, metrics, error)
 
 
 def _as_spec(given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeConfig:
@@ -296,25 +242,15 @@ def _as_spec(given: SpeculativeConfig | dict[str, Any] | None) -> SpeculativeCon
         return SpeculativeConfig(num_speculative_tokens=0)
     if isinstance(given, SpeculativeConfig):
         return given
-    fields = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    unknown = sorted(given.keys() - fields)
-    if unknown:
-        raise ValueError(f"speculative_config: got unknown keys {unknown}, expected some of {sorted(fields)}")
+    _check_names("speculative_config", given, SpeculativeConfig)
     return SpeculativeConfig(**given)
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: got {value!r}, expected an integer of at least 1")
-    return value
-
-
-def _bucket(size: int, smallest: int, largest: int) -> int:
-    """The next power of two from `smallest` on, or `largest` if that is less."""
-    bucket = smallest
-    while bucket < size:
-        bucket *= 2
-    return min(bucket, largest)
+def _check_names(name: str, given: dict[str, Any], kind: type) -> None:
+    fields = {field.name for field in dataclasses.fields(kind)}
+    unknown = sorted(given.keys() - fields)
+    if unknown:
+        raise ValueError(f"{name}: got unknown keys {unknown}, expected some of {sorted(fields)}")
 
 
 def _failed(index: int, request: Request) -> RequestOutput:
@@ -325,8 +261,3 @@ def _failed(index: int, request: Request) -> RequestOutput:
 
 def _hidden(use_tqdm: bool | None) -> bool | None:
     return None if use_tqdm is None else not use_tqdm  # tqdm's None: hidden unless on a terminal
-
-
-def _summary(metrics: Metrics) -> str:
-    speed = f"{metrics.tokens_per_second:.0f} tok/s"
-    return f"{speed}, {metrics.mean_acceptance_length:.2f} tok/round" if metrics.num_drafts else speed

@@ -70,23 +70,25 @@ def as_params(params: Any, count: int) -> list[SamplingParams]:
 
 
 def make_request(
-    prompt: Prompt, params: SamplingParams, config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int
+    prompt: Prompt,
+    params: SamplingParams,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    num_stop_ids: int,
 ) -> Request:
     """Tokenises and checks one prompt. A fault is recorded in the request, so that the others can run."""
     try:
         ids = _tokenise(prompt, tokenizer)
-        _check_ids(ids, config.vocab_size, max_model_len)
-        _check_stop_ids(params, config.vocab_size)
+        _check_ids(ids, config.vocab_size)
+        room = _room(len(ids), params.max_tokens, max_model_len)
+        stop_ids = _stop_ids(params, config, num_stop_ids)
     except ValueError as error:
         shown = prompt if isinstance(prompt, str) else None
         known = () if isinstance(prompt, str) else tuple(i for i in prompt if _is_int(i))
         return Request(shown, known, params, error=str(error))
     text = prompt if isinstance(prompt, str) else None if tokenizer is None else tokenizer.decode(ids)
-    room = max_model_len - len(ids)
-    wanted = room if params.max_tokens is None else params.max_tokens
-    own = () if params.ignore_eos else config.eos_token_ids
-    stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
-    return Request(text, tuple(ids), params, stop_ids, min(wanted, room))
+    return Request(text, tuple(ids), params, stop_ids, room)
 
 
 def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
@@ -100,23 +102,43 @@ def _tokenise(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         raise ValueError(f"the tokenizer refuses the prompt: got {prompt!r:.80}, expected text: {error}") from error
 
 
-def _check_ids(ids: list[int], vocab_size: int, max_model_len: int) -> None:
+def _check_ids(ids: list[int], vocab_size: int) -> None:
     if not ids:
         raise ValueError("the prompt is empty: got 0 tokens, expected at least 1")
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         raise ValueError(f"token id outside the vocabulary: got {outside[0]}, expected 0..{vocab_size - 1}")
-    if len(ids) >= max_model_len:
+
+
+def _room(num_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+    """Tokens to generate at most."""
+    room = max_model_len - num_tokens
+    if room < 1:
         raise ValueError(
-            f"the prompt leaves no room for output: got {len(ids)} tokens, expected fewer than max_model_len "
+            f"the prompt leaves no room for output: got {num_tokens} tokens, expected fewer than max_model_len "
             f"{max_model_len}; shorten it or raise max_model_len"
         )
+    if max_tokens is not None and max_tokens > room:
+        raise ValueError(
+            f"max_tokens: got {max_tokens} after a prompt of {num_tokens}, expected at most {room} within "
+            f"max_model_len {max_model_len}; None generates as many as fit"
+        )
+    return room if max_tokens is None else max_tokens
 
 
-def _check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
-    outside = [i for i in params.stop_token_ids if i >= vocab_size]
+def _stop_ids(params: SamplingParams, config: ModelConfig, most: int) -> tuple[int, ...]:
+    outside = [i for i in params.stop_token_ids if i >= config.vocab_size]
     if outside:
-        raise ValueError(f"stop token id outside the vocabulary: got {outside[0]}, expected 0..{vocab_size - 1}")
+        raise ValueError(
+            f"stop token id outside the vocabulary: got {outside[0]}, expected 0..{config.vocab_size - 1}"
+        )
+    own = () if params.ignore_eos else config.eos_token_ids
+    stop_ids = tuple(dict.fromkeys((*params.stop_token_ids, *own)))
+    if len(stop_ids) > most:
+        raise ValueError(
+            f"stop_token_ids: got {len(stop_ids)} with the model's own, expected at most num_stop_ids = {most}"
+        )
+    return stop_ids
 
 
 def _is_int(value: object) -> bool:

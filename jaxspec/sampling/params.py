@@ -22,7 +22,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one request. Names, defaults and meaning are vLLM's.
+    """How to sample one request. Names, defaults and meaning are vLLM's, but for `num_speculative_tokens`.
 
     Attributes:
         temperature: divides the logits; below 1e-5 the request is greedy and the filters have no effect.
@@ -33,6 +33,7 @@ class SamplingParams:
         max_tokens: most tokens to generate; None means as many as the model's length allows.
         stop_token_ids: tokens that end the output (and are part of it), besides the model's own.
         ignore_eos: go on after the model's own end tokens; `stop_token_ids` still stop.
+        num_speculative_tokens: most drafts a round of this request; 0 opts out; None: as many as the engine drafts.
 
     Raises:
         ValueError: an option out of range.
@@ -46,6 +47,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
@@ -59,6 +61,8 @@ class SamplingParams:
             _require_int("seed", self.seed, 0, _SEED_MAX)
         if self.max_tokens is not None:
             _require_int("max_tokens", self.max_tokens, 1, _INT32_MAX)
+        if self.num_speculative_tokens is not None:
+            _require_int("num_speculative_tokens", self.num_speculative_tokens, 0, 64)
         if self.stop_token_ids is None:
             object.__setattr__(self, "stop_token_ids", ())
         is_list = isinstance(self.stop_token_ids, (list, tuple))
@@ -81,6 +85,7 @@ class SamplingState:
         min_p: 0 keeps all.
         seed: the 64-bit seed as two words, the high one first: Threefry's key.
         stop_ids: tokens that end the row's output, padded with -1, which equals no token.
+        max_drafts: most drafts a round; a bound beyond any K where the request sets none.
     """
 
     temperature: Float32[Array, "b"]
@@ -89,6 +94,7 @@ class SamplingState:
     min_p: Float32[Array, "b"]
     seed: UInt32[Array, "b 2"]
     stop_ids: Int32[Array, "b n"]
+    max_drafts: Int32[Array, "b"]
 
     @property
     def is_greedy(self) -> Bool[Array, "b"]:
@@ -113,6 +119,7 @@ class SamplingState:
             row[: len(stops)] = stops
         seeds = [(seed >> 32, seed & 0xFFFFFFFF) for _, seed, _ in rows]
         params = [row[0] for row in rows]
+        wanted = [p.num_speculative_tokens for p in params]
         arrays = {
             "temperature": np.array([p.temperature for p in params], np.float32),
             "top_k": np.array([max(p.top_k, 0) for p in params], np.int32),
@@ -120,6 +127,7 @@ class SamplingState:
             "min_p": np.array([p.min_p for p in params], np.float32),
             "seed": np.array(seeds, np.uint32).reshape(len(rows), 2),
             "stop_ids": stop_ids,
+            "max_drafts": np.array([_INT32_MAX if k is None else k for k in wanted], np.int32),
         }
         return cls(**jax.device_put(arrays))
 

@@ -53,6 +53,23 @@ for params in (greedy, sampled):
 print("equal, greedy and sampled")
 
 # %% [markdown]
+# ## Requests that come at any time
+#
+# `step` goes on with every request and returns their outputs so far. The second request here comes while the first is
+# decoded; it starts with tokens that are cached already, of which only what is new is computed.
+
+# %%
+llm.add_request("first", prompts[0], greedy)
+arrived = False
+while llm.has_unfinished_requests():
+    for out in llm.step():
+        print(f"{out.request_id:8}{len(out.outputs[0].token_ids):4} tokens  {out.outputs[0].finish_reason or ''}")
+        if not arrived and len(out.outputs[0].token_ids) > 20:
+            llm.add_request("second", outputs[0].prompt_token_ids + outputs[0].outputs[0].token_ids[:40], greedy)
+            arrived = True
+print(llm.get_metrics().summary())
+
+# %% [markdown]
 # ## One round, by hand
 #
 # Below `LLM` everything is a function from state to state. Here are two rows over a small pool of pages of eight

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.config import ModelConfig, RopeConfig, YarnConfig
 from jaxspec.models.block_scaled import BlockScaled, dequantize, matmul
 from jaxspec.models.params import MLP, Attention, MoE, Params
+from pallas_kernels.latent_append import norm_rope
 
 
 def rms_norm(x: Float[Array, "*b d"], weight: Float[Array, "d"], eps: float) -> Float[Array, "*b d"]:
@@ -120,13 +121,17 @@ def _query_scale(yarn: YarnConfig, positions: Int[Array, "b t"]) -> Float[Array,
     return 1 + yarn.llama_4_scaling_beta * jnp.log1p(contexts)
 
 
+def project_kv(attn: Attention, x: Float[Array, "b t hidden"]) -> Float[Array, "b t w"]:
+    """A token's latent and its key side by side, neither normalised nor rotated yet."""
+    return _affine(x, attn.kv_a, attn.kv_a_bias)
+
+
 def project_latents(
     attn: Attention, config: ModelConfig, x: Float[Array, "b t hidden"], angles: Float[Array, "b t two half"]
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b t r"]]:
     """What a token leaves in the cache: its normalised latent and its rotated key, shared by all heads."""
-    latent, rope = jnp.split(_affine(x, attn.kv_a, attn.kv_a_bias), [config.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, attn.kv_a_norm, config.latent_norm_eps) * config.latent_multiplier
-    return latent, apply_rope(rope, angles, config.rope.interleave)
+    interleave, multiplier = config.rope.interleave, config.latent_multiplier
+    return norm_rope(project_kv(attn, x), attn.kv_a_norm, angles, config.latent_norm_eps, interleave, multiplier)
 
 
 def project_output(attn: Attention, values: Float[Array, "b t h v"]) -> Float[Array, "b t hidden"]:

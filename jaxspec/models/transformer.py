@@ -13,15 +13,15 @@ from jaxspec.models.block_scaled import matmul
 from jaxspec.models.moe import apply_moe
 from jaxspec.models.params import MLP, Attention, Layer, Params, ShortcutLayer, experts_of, without_experts
 from jaxspec.models.primitives import (
-    project_latents,
+    project_kv,
     project_output,
     project_queries,
     rms_norm,
     rope_angles,
     swiglu,
 )
-from pallas_kernels.latent_append import latent_append
-from pallas_kernels.paged_mla import paged_mla
+from pallas_kernels.latent_append import norm_rope_append
+from pallas_kernels.paged_mla import Splits, default_parts, make_splits, paged_mla
 
 
 @struct.dataclass
@@ -34,6 +34,7 @@ class Placement:
         length: how many tokens of each row count. The others are computed, and change nothing.
         window: slots of the positions from `start` on, as many as the whole round may write.
         first: where the layer's cache begins; positions before it hold nothing.
+        splits: who attends to what in the GPU kernel; None until `planned`.
     """
 
     page_ids: Int[Array, "b m"]
@@ -41,6 +42,12 @@ class Placement:
     length: Int[Array, "b"]
     window: Int[Array, "b w"]
     first: int = struct.field(pytree_node=False, default=0)
+    splits: Splits | None = None
+
+    def planned(self, num_tokens: int, num_heads: int) -> Placement:
+        """With the split table of attention, which all layers share. Where no kernel reads it, it is never made."""
+        parts = default_parts(num_tokens * num_heads)
+        return self.replace(splits=make_splits(self.start, self.length, parts, self.first))
 
     def slots(self, num_tokens: int) -> Int[Array, "b t"]:
         """Where each token's latents go: its slot of the window, or the scratch page if it does not count.
@@ -78,6 +85,7 @@ def forward(
         States after the final norm (`apply_head` gives logits), and the pools.
     """
     x = params.embed[tokens].astype(cache.latent.dtype)
+    placement = placement.planned(tokens.shape[1], config.num_heads)
     angles = rope_angles(config, placement.positions(tokens.shape[1]))
     if params.dense is not None:
         x, cache = _run_stack(params.dense, 0, config, x, angles, cache, placement)
@@ -118,7 +126,7 @@ def mtp_forward(
     joined = jnp.concatenate([rms_norm(following, parts.enorm, eps), rms_norm(below, parts.hnorm, eps)], axis=-1)
     # Module d pairs position i with token i + d + 1; it keeps that pair at i + d, where the token is the next one
     # as in every other layer, so its cache begins at position d.
-    placement = placement.replace(first=module)
+    placement = placement.replace(first=module).planned(tokens.shape[1], config.num_heads)
     index = (jnp.int32(module), jnp.int32(config.num_trunk_attentions + module))
     angles = rope_angles(config, placement.positions(tokens.shape[1]))
     x = matmul(joined, parts.eh_proj)
@@ -217,10 +225,21 @@ def _attention(
 ) -> tuple[Float[Array, "b t hidden"], KVCache]:
     """Absorbed MLA: queries move into the latent space, so attention reads latents and never expands keys."""
     q_nope, q_rope = project_queries(attn, config, x, angles, placement.positions(x.shape[1]))
-    latent, rope = project_latents(attn, config, x, angles)
-    pools = latent_append(cache.latent, cache.rope, layer, placement.slots(x.shape[1]), latent, rope)
+    pools = norm_rope_append(
+        cache.latent,
+        cache.rope,
+        layer,
+        placement.slots(x.shape[1]),
+        project_kv(attn, x),
+        attn.kv_a_norm,
+        angles,
+        config.latent_norm_eps,
+        interleave=config.rope.interleave,
+        multiplier=config.latent_multiplier,
+    )
     q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, attn.k_up)
     where = (layer, placement.page_ids, placement.start, placement.length)
-    attended = paged_mla(q_latent, q_rope, *pools, *where, config.softmax_scale, placement.first)
+    scale, first = config.softmax_scale, placement.first
+    attended = paged_mla(q_latent, q_rope, *pools, *where, scale, first, splits=placement.splits)
     values = jnp.einsum("bthc,hcv->bthv", attended, attn.v_up)
     return project_output(attn, values), KVCache(*pools)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.compat import not_hopper
+from pallas_kernels.paged_mla.mosaic import paged_mla_mosaic, unsupported
 from pallas_kernels.paged_mla.reference import paged_mla_reference
+from pallas_kernels.paged_mla.splits import Splits
 
 
 def paged_mla(
@@ -18,6 +21,9 @@ def paged_mla(
     length: Int[Array, "b"],
     scale: float,
     first: int = 0,
+    *,
+    splits: Splits | None = None,
+    backend: str | None = None,
 ) -> Float[Array, "b t h c"]:
     """Absorbed MLA: softmax(scale * (q_latent . latent + q_rope . rope)) over the cache, times the latents.
 
@@ -35,12 +41,15 @@ def paged_mla(
         length: how many queries of each row count; the others give nothing of use, but nothing that is not finite.
         scale: multiplies the scores.
         first: positions below it are seen by no query.
+        splits: who attends to what in the Mosaic kernel, from `make_splits`; made in every call when not given.
+        backend: "mosaic" (Hopper GPUs), "xla", or None for the first of these that can.
 
     Returns:
         Attention-weighted latents, in the dtype of `q_latent`; zeros where a query sees nothing.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together, or an unknown backend.
+        NotImplementedError: the backend asked for cannot do this; the message says why.
     """
     if latent_pool.shape[:3] != rope_pool.shape[:3]:
         raise ValueError(
@@ -54,4 +63,14 @@ def paged_mla(
     room = page_ids.shape[1] * latent_pool.shape[2]
     if q_latent.shape[1] > room:
         raise ValueError(f"{q_latent.shape[1]} query tokens do not fit a table of {room} slots per row")
-    return paged_mla_reference(q_latent, q_rope, latent_pool, rope_pool, layer, page_ids, start, length, scale, first)
+    if backend not in (None, "mosaic", "xla"):
+        raise ValueError(f"unknown backend: got {backend!r}, expected 'mosaic', 'xla' or None")
+    arrays = (q_latent, q_rope, latent_pool, rope_pool)
+    where = (layer, page_ids, start, length)
+    if backend != "xla":
+        reason = not_hopper() or unsupported(*arrays)
+        if reason is None:
+            return paged_mla_mosaic(*arrays, *where, scale, first, splits)
+        if backend == "mosaic":
+            raise NotImplementedError(f"the Mosaic backend of paged_mla cannot: {reason}")
+    return paged_mla_reference(*arrays, *where, scale, first)

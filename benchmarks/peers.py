@@ -22,7 +22,13 @@ PROMPT, NEW_TOKENS, TURNS = "def fibonacci(n):", 128, 7
 
 def with_jaxspec(num_drafts: int) -> Callable[[], list[int]]:
     """A function that decodes with K drafts."""
-    llm = LLM(speculative_config={"num_speculative_tokens": num_drafts}, max_model_len=512, max_num_seqs=1)
+    # Every turn decodes the same prompt, and is to do so from the start.
+    llm = LLM(
+        speculative_config={"num_speculative_tokens": num_drafts},
+        max_model_len=512,
+        max_num_seqs=1,
+        engine_config={"enable_prefix_caching": False},
+    )
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     return lambda: llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
 

@@ -330,7 +330,9 @@ class Engine:
                 # A row that found no pages has fallen behind the plan.
                 under_way = sum(later.prefills(live) for later in self._dispatched)
                 live.prefill_left = len(live.all_token_ids) - int(report["kv_len"][row]) - under_way
-            elif not was_decoding and not live.ended:
+            elif not was_decoding:
+                # It may also be ahead of it: the oldest prompts go first, whichever were meant.
+                live.prefill_left = 0
                 self._publish(live)
         self._settle(here, report)
         if work.preemptions == self._preemptions:

@@ -12,12 +12,14 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["jaxspec", "pallas_kernels"], "typecheck.checked")
 
+import harness
 import jax
 import jaxtyping
 import pytest
 from fixtures import SOFT_NOISE, YARN, write_cyc, write_rnd
 
 from jaxspec.checkpoint import load
+from jaxspec.decoding import round as round_module
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -34,6 +36,15 @@ def free_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """The harness's programs traced anew, so that a mutant is compiled in; its like is never found in a cache."""
+    rounds = jax.jit(lambda *a: round_module.decode_round(*a), static_argnums=(1, 2, 4))
+    monkeypatch.setattr(harness, "ROUND", rounds)
+    monkeypatch.setattr(harness, "PREFILL", jax.jit(lambda *a: round_module.prefill(*a), static_argnums=(1, 2)))
+    return monkeypatch
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import GREEDY, broken_laws, dense_greedy, poison, spec_of, step_through
-from test_laws import PROMPTS, RULES, SOFT, counting, mtp_reference
+from test_laws import PROMPTS, RULES, SOFT, check_proposal, counting
 
 from jaxspec import SamplingParams, SpeculativeConfig
 from jaxspec.decoding import Finish
@@ -33,14 +33,6 @@ def free_programs_of_a_class():
     yield
     jax.clear_caches()
     gc.collect()
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """Programs traced anew, so that a mutant is compiled in; its like is never found in a cache."""
-    monkeypatch.setattr(harness, "ROUND", jax.jit(lambda *a: round_module.decode_round(*a), static_argnums=(1, 2, 4)))
-    monkeypatch.setattr(harness, "PREFILL", jax.jit(lambda *a: round_module.prefill(*a), static_argnums=(1, 2)))
-    return monkeypatch
 
 
 class TestTheOutputIsTheSame:
@@ -218,24 +210,11 @@ def fresh_cache_counts(model, lengths):
             count = int(state.drafts.count[row])
             counts.append(count)
             if count:
-                _check_proposal(config, weights, state, row, committed[row])
+                check_proposal(config, weights, state, row, committed[row])
         if not bool(state.running.any()):
             break
         state, info = harness.ROUND(weights, config, spec, state, num_drafts)
     return counts
-
-
-def _check_proposal(config, weights, state, row, committed):
-    assert len(committed) == int(state.kv_len[row]) + 1
-    count = int(state.drafts.count[row])
-    expected = mtp_reference(config, weights, committed, state.drafts.tokens[row, :count].tolist())
-    ids, probs = (np.asarray(x[row]) for x in (state.drafts.proposal.ids, state.drafts.proposal.probs))
-    for step in range(count):
-        q = np.zeros(config.vocab_size)
-        q[ids[step]] = probs[step]
-        top = np.sort(expected[step])[-ids.shape[1] :].sum()
-        kept = np.isin(np.arange(len(q)), ids[step])
-        np.testing.assert_allclose(q, np.where(kept, expected[step] / top, 0), atol=2e-5)
 
 
 class TestPerRequest:

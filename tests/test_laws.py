@@ -154,19 +154,11 @@ def test_6_drafts_come_from_a_fresh_cache(checkpoints, name):
     def check(state):
         nonlocal checked
         for row in range(3):
-            kv_len, count = int(state.kv_len[row]), int(state.drafts.count[row])
-            drafts = state.drafts.tokens[row, :count].tolist()
+            count = int(state.drafts.count[row])
             if not count:
                 continue
-            expected = mtp_reference(config, weights, committed[row][: kv_len + 1], drafts)
-            ids, probs = (np.asarray(x[row]) for x in (state.drafts.proposal.ids, state.drafts.proposal.probs))
-            for step in range(count):
-                q = np.zeros(config.vocab_size)
-                q[ids[step]] = probs[step]
-                top = np.sort(expected[step])[-ids.shape[1] :].sum()
-                kept = np.isin(np.arange(len(q)), ids[step])
-                np.testing.assert_allclose(q, np.where(kept, expected[step] / top, 0), atol=2e-5)
-                checked += 1
+            check_proposal(config, weights, state, row, committed[row])
+            checked += count
         return state
 
     _drive(model, prompts, params, spec, committed, check)
@@ -185,6 +177,20 @@ def _drive(model, prompts, params, spec, committed, check):
         if not bool(state.running.any()):
             return
         state, info = harness.ROUND(weights, config, spec, state)
+
+
+def check_proposal(config, weights, state, row, committed):
+    """Every draft's q equals that of cache-free modules on the committed tokens, as far as its entries reach."""
+    assert len(committed) == int(state.kv_len[row]) + 1
+    count = int(state.drafts.count[row])
+    expected = mtp_reference(config, weights, committed, state.drafts.tokens[row, :count].tolist())
+    ids, probs = (np.asarray(x[row]) for x in (state.drafts.proposal.ids, state.drafts.proposal.probs))
+    for step in range(count):
+        q = np.zeros(config.vocab_size)
+        q[ids[step]] = probs[step]
+        top = np.sort(expected[step])[-ids.shape[1] :].sum()
+        kept = np.isin(np.arange(len(q)), ids[step])
+        np.testing.assert_allclose(q, np.where(kept, expected[step] / top, 0), atol=2e-5)
 
 
 def mtp_reference(config, weights, committed, drafts):
@@ -264,15 +270,6 @@ def test_7_sampled_output_has_the_targets_distribution(checkpoints, rule):
 
 class TestEveryCheckCanFail:
     """Law 8: each capacity rule has a mutant, and a law above catches it."""
-
-    @pytest.fixture
-    def fresh(self, monkeypatch):
-        """Programs traced anew, so that a mutant is compiled in; its like is never found in a cache."""
-        monkeypatch.setattr(
-            harness, "ROUND", jax.jit(lambda *a: round_module.decode_round(*a), static_argnums=(1, 2))
-        )
-        monkeypatch.setattr(harness, "PREFILL", jax.jit(lambda *a: round_module.prefill(*a), static_argnums=(1, 2)))
-        return monkeypatch
 
     def test_growth_by_1_plus_k(self, checkpoints, fresh):
         _, config, weights = checkpoints["soft-hit"]

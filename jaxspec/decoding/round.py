@@ -41,7 +41,8 @@ def decode_round(
             round, if it never depends on drafted tokens. None: `spec.num_speculative_tokens`, which is the most.
 
     Returns:
-        The rows, and what happened. A row that found no pages is unchanged; a finished one has returned its own.
+        The rows, and what happened. A row that found no pages is unchanged; a finished one has returned its own,
+        unless the state keeps them.
 
     Raises:
         ValueError: at trace time, when K is out of range or the table is too narrow for what a round may reach.

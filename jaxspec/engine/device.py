@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,6 +41,18 @@ _ROUNDS = jax.jit(
 _IDLE = SamplingParams(temperature=0.0)
 
 Report = dict[str, jax.Array]
+
+
+class Arrival(NamedTuple):
+    """A request that gets a row, on the host; see `serving.admit`. `sampling` is a row of `SamplingState.stack`."""
+
+    row: int
+    order: int
+    token_ids: Sequence[int]
+    limit: int
+    sampling: tuple[SamplingParams, int, tuple[int, ...]]
+    handles: Sequence[int]
+    num_cached: int
 
 
 class Device:
@@ -90,18 +102,9 @@ class Device:
 
     # --- Transitions ----------------------------------------------------------------------------------------------
 
-    def admit(
-        self,
-        row: int,
-        order: int,
-        token_ids: Sequence[int],
-        limit: int,
-        sampling: tuple[SamplingParams, int, tuple[int, ...]],
-        handles: Sequence[int] = (),
-        num_cached: int = 0,
-    ) -> None:
-        """See `serving.admit`; `sampling` is a row of `SamplingState.stack`."""
-        self._change(_ADMIT, *self._arrival(row, order, token_ids, limit, sampling, handles, num_cached))
+    def admit(self, arrival: Arrival) -> None:
+        """See `serving.admit`."""
+        self._change(_ADMIT, *self._arrays(arrival))
 
     def vacate(self, rows: Iterable[int]) -> None:
         """Ends rows and takes their pages back."""
@@ -158,7 +161,7 @@ class Device:
                 for num_drafts in drafts:
                     statics = {"num_rows": num_rows, "num_rounds": num_rounds, "num_drafts": num_drafts}
                     self._compiled(_ROUNDS, *model, **statics)
-        self._compiled(_ADMIT, self.serving, *self._arrival(0, 0, (), 0, (_IDLE, 0, ()), (), 0))
+        self._compiled(_ADMIT, self.serving, *self._arrays(Arrival(0, 0, (), 0, (_IDLE, 0, ()), (), 0)))
         self._compiled(_VACATE, self.serving, self._mask((), self.options.max_num_seqs))
         self._compiled(_PUBLISH, self.serving, *jax.device_put((np.int32(0), self._handles({}))))
         self._compiled(_WITHDRAW, self.serving, self._mask((), self.num_pages))
@@ -195,16 +198,8 @@ class Device:
 
     # --- Arrays ---------------------------------------------------------------------------------------------------
 
-    def _arrival(
-        self,
-        row: int,
-        order: int,
-        token_ids: Sequence[int],
-        limit: int,
-        sampling: tuple[SamplingParams, int, tuple[int, ...]],
-        handles: Sequence[int],
-        num_cached: int,
-    ) -> tuple:
+    def _arrays(self, arrival: Arrival) -> tuple:
+        row, order, token_ids, limit, sampling, handles, num_cached = arrival
         prompt = np.zeros(self.options.max_model_len, np.int32)
         prompt[: len(token_ids)] = token_ids
         numbers = [np.int32(n) for n in (row, len(token_ids), limit, order, num_cached)]

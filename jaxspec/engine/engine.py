@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxspec.config import ModelConfig, SpeculativeConfig
 from jaxspec.decoding.state import Finish
-from jaxspec.engine.device import Device, Report
+from jaxspec.engine.device import Arrival, Device, Report
 from jaxspec.engine.draft_length import DraftLength
 from jaxspec.engine.options import EngineConfig
 from jaxspec.engine.outputs import Metrics
@@ -96,7 +96,10 @@ class Engine:
         self, params: Params, config: ModelConfig, spec: SpeculativeConfig, options: EngineConfig, dtype: Any
     ) -> None:
         self.config, self.spec, self.options = config, spec, options
-        self._device = Device(params, config, spec.for_programs, options, dtype)
+        self._row_buckets, self._chunk_buckets = options.rows(), options.chunks()
+        self._drafting = spec.for_programs
+        self._no_drafting = dataclasses.replace(self._drafting, num_speculative_tokens=0)
+        self._device = Device(params, config, self._drafting, options, dtype)
         self._prefix = None
         if options.caches_prefixes(config, spec):
             self._prefix = PrefixCache(options.page_size, self._device.num_pages, spec.num_speculative_tokens > 0)
@@ -180,9 +183,9 @@ class Engine:
     def warmup(self) -> None:
         """Compiles every program that this engine can ever call, and runs none."""
         before = self._device.seconds_compile
-        specs = {self.spec.for_programs: self._draft_length.values}
+        specs = {self._drafting: self._draft_length.values}
         if self.spec.acceptance_rate_window_size is not None:
-            specs[self._no_drafter()] = (0,)
+            specs[self._no_drafting] = (0,)
         self._device.warmup(specs)
         self.metrics.seconds_compile += self._device.seconds_compile - before
 
@@ -236,7 +239,7 @@ class Engine:
         self._order += 1
         self._rows[row] = live
         sampling = (live.request.params, live.seed, live.request.stop_ids)
-        self._device.admit(row, live.order, start, live.limit, sampling, handles, num_cached)
+        self._device.admit(Arrival(row, live.order, start, live.limit, sampling, handles, num_cached))
 
     def _leave(self, lives: Sequence[Live]) -> None:
         """Requests give up their rows. Full pages of what they have cached stay for those that start alike."""
@@ -285,7 +288,7 @@ class Engine:
 
     def _dispatch(self) -> None:
         """A chunk of the oldest prompts, if any is left; and rounds, if any row may decode."""
-        spec = self._no_drafter() if self._draft_length.is_off else self.spec.for_programs
+        spec = self._no_drafting if self._draft_length.is_off else self._drafting
         prefilling = sorted((x for x in self._rows.values() if x.prefill_left), key=lambda x: x.order)
         if prefilling:
             num_rows, width = self._chunk([live.prefill_left for live in prefilling])
@@ -295,7 +298,7 @@ class Engine:
             self._sent(self._device.run_prompts(spec, num_rows, width), planned)
         decoding = [live.request.params for live in self._rows.values() if not live.prefill_left]
         if decoding:
-            num_rows = next(n for n in self.options.rows() if n >= len(decoding))
+            num_rows = next(n for n in self._row_buckets if n >= len(decoding))
             most = self.spec.num_speculative_tokens
             wanted = (most if p.num_speculative_tokens is None else p.num_speculative_tokens for p in decoding)
             num_drafts = self._draft_length.choose(len(decoding), max(wanted))
@@ -303,16 +306,13 @@ class Engine:
 
     def _chunk(self, left: Sequence[int]) -> tuple[int, int]:
         """Rows and width of the chunk that caches most of the oldest prompts; the smallest of these."""
-        return max(self.options.chunks(), key=lambda bucket: sum(min(n, bucket[1]) for n in left[: bucket[0]]))
+        return max(self._chunk_buckets, key=lambda bucket: sum(min(n, bucket[1]) for n in left[: bucket[0]]))
 
     def _sent(self, report: Report, prefill: dict[int, int]) -> None:
         rows = {row: (live, live.order) for row, live in self._rows.items()}
         self._dispatched.append(_Work(report, rows, prefill, self._preemptions))
         if self.options.debug:
             self.check_integrity()
-
-    def _no_drafter(self) -> SpeculativeConfig:
-        return dataclasses.replace(self.spec.for_programs, num_speculative_tokens=0)
 
     # --- Reports --------------------------------------------------------------------------------------------------
 

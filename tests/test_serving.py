@@ -376,6 +376,7 @@ def test_without_a_prefix_cache_nothing_is_found(engine):
     for _ in range(2):
         [live] = generate(served, [LONG], [greedy(9)])
         assert (live.metrics.prefix_cache_hits, live.token_ids) == (0, counting(LONG, 9))
+        assert live.metrics.prefix_cache_queries == 0
     assert_pages_home(served)
 
 

@@ -231,11 +231,11 @@ class Engine:
         if self._prefix is not None:
             live.holder = self._prefix.match(start)
             handles, num_cached = live.holder.handles, live.holder.num_tokens
+            for metrics in (live.metrics, self.metrics):
+                metrics.prefix_cache_queries += len(start)
+                metrics.prefix_cache_hits += num_cached
         live.row, live.order, live.prefill_left = row, self._order, len(start) - num_cached
         live.decoding = live.stalled = False
-        for metrics in (live.metrics, self.metrics):
-            metrics.prefix_cache_queries += len(start)
-            metrics.prefix_cache_hits += num_cached
         self._order += 1
         self._rows[row] = live
         sampling = (live.request.params, live.seed, live.request.stop_ids)

@@ -25,6 +25,8 @@ def gpu_kernel(
     grid: Mapping[str, int],
     scratch: Mapping[str, Any],
     warpgroups: int = 1,
+    reduction_scratch_bytes: int = 0,
+    unsafe_no_auto_barriers: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Callable[..., Any]:
     """A Mosaic GPU kernel: `body(*operand_refs, *output_refs, **scratch_refs)`, one run per grid point.
@@ -36,6 +38,8 @@ def gpu_kernel(
         grid: axis names and sizes, the fastest last.
         scratch: shared memory and barriers by name.
         warpgroups: how many groups of 128 threads.
+        reduction_scratch_bytes: shared memory for reductions from one warp to another, which is 4 values of one sum.
+        unsafe_no_auto_barriers: no barriers around stores, for a kernel that reads nothing that it writes.
         interpret: run on the CPU with these parameters instead of compiling.
     """
     threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
@@ -49,7 +53,8 @@ def gpu_kernel(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            reduction_scratch_bytes=0,  # row reductions stay within a quad of threads; shared memory is scarce
+            reduction_scratch_bytes=reduction_scratch_bytes,  # 0: reductions stay in a warp; shared memory is scarce
+            unsafe_no_auto_barriers=unsafe_no_auto_barriers,
         ),
         interpret=interpret,
         **threads,
@@ -70,6 +75,19 @@ def reset_interpreter() -> None:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # not exported in any release yet
 
     gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def with_own_reduction_scratch(body: Callable[[], None], warpgroup: int, size: int) -> Callable[[], None]:
+    """`body`, run by one of several warpgroups, with reductions that go from one warp to another.
+
+    Mosaic places the `size` bytes of scratch for these behind the shared memory in scope, which is the same place for
+    every warpgroup; so each gets some more in scope than the one before. Compiled, that costs nothing but the bytes.
+    The interpreter needs no scratch, and would wait for the other warpgroups to allocate.
+    """
+    if warpgroup == 0:
+        return body
+    padding = plgpu.SMEM((warpgroup * size,), jax.numpy.int8)
+    return lambda: pl.run_scoped(lambda _: body(), padding, collective_axes="warpgroup")
 
 
 def swizzled_tile(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, columns: int | None = None) -> Any:

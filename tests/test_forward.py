@@ -10,7 +10,7 @@ from oracles import reference_logits
 
 from jaxspec import KVCache, Placement, apply_head, dense_forward, forward, load
 from jaxspec.decoding import decode_round, prefill
-from jaxspec.models import moe
+from jaxspec.models import moe, transformer
 from jaxspec.models.params import MLP
 
 VARIANTS = {
@@ -131,3 +131,18 @@ def test_the_state_may_be_donated(tmp_path):
     for _ in range(2):
         state, info = step(params, config, spec_of(2), state)
     assert int(info.num_tokens[0]) >= 1
+
+
+def test_the_caches_backend_reaches_both_ops(tmp_path, monkeypatch):
+    """Forced to kernels that cannot run here, each of them says so."""
+    config, params = load(write_rnd(tmp_path / "rnd"))
+    page_ids, window = jnp.ones((1, 1), jnp.int32), jnp.arange(4, 8)[None]
+    placement = Placement(page_ids, jnp.zeros(1, jnp.int32), jnp.full(1, 4, jnp.int32), window)
+    cache = KVCache.create(config, 2, 4, jnp.float32, backend="mosaic")
+    arguments = params, config, jnp.zeros((1, 4), jnp.int32), cache, placement
+    with pytest.raises(NotImplementedError, match="of norm_rope_append cannot: it needs a Hopper GPU"):
+        forward(*arguments)
+    append = transformer.norm_rope_append
+    monkeypatch.setattr(transformer, "norm_rope_append", lambda *a, **k: append(*a, **k | {"backend": None}))
+    with pytest.raises(NotImplementedError, match="of paged_mla cannot: it needs a Hopper GPU"):
+        forward(*arguments)

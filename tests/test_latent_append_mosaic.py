@@ -1,4 +1,7 @@
-"""The fused append kernel, run by the interpreter, against NumPy in float32; and the op's choice of backends."""
+"""The fused append kernel, run by the interpreter, against NumPy in float32; and the op's choice of backends.
+
+In FP8 it is against the XLA op, bit by bit, which test_fp8_cache.py holds against NumPy.
+"""
 
 import types
 from pathlib import Path
@@ -174,8 +177,17 @@ MUTANTS = {
     "pairs half a width apart": ("if interleave:", "if False:"),
     "halves swapped": ("pl.ds(i * PAIRS, PAIRS))]", "pl.ds((1 - i) * PAIRS, PAIRS))]"),
     "key not stored": ("for i, half in enumerate(rotated)", "for i, half in enumerate(rotated[:1])"),
-    "one token too few": ("grid=(tokens,)", "grid=(tokens - 1,)"),
+    "one token too few": ('{"token": tokens}', '{"token": tokens - 1}'),
 }
+
+
+def mutate(old, new):
+    """The kernel's module with one text replaced by another."""
+    source = Path(mosaic.__file__).read_text()
+    assert source.count(old) == 1
+    mutated = types.ModuleType("mutated")
+    exec(source.replace(old, new), mutated.__dict__)
+    return mutated
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -183,13 +195,8 @@ def test_the_check_sees_a_wrong_kernel(mutant):
     args = scene([[8, 9], [40, 16]])
     args["projected"] = args["projected"] * 1e-3  # so that the epsilon counts
     check(append(args), args)
-    old, new = MUTANTS[mutant]
-    source = Path(mosaic.__file__).read_text()
-    assert source.count(old) == 1
-    mutated = types.ModuleType("mutated")
-    exec(source.replace(old, new), mutated.__dict__)
     with pytest.raises(AssertionError):
-        check(append(args, module=mutated), args)
+        check(append(args, module=mutate(*MUTANTS[mutant])), args)
 
 
 def test_the_interpreter_sees_two_tokens_in_one_slot():
@@ -258,3 +265,86 @@ def test_shapes_that_do_not_belong_together_are_refused(unchecked_annotations, n
     args[name] = args[name][part]
     with pytest.raises(ValueError, match=message):
         norm_rope_append(**args, eps=EPS)
+
+
+def fp8_scene(slots, dtype=jnp.bfloat16, width=WIDTH):
+    """A scene with FP8 pools of any bytes, NaN among them."""
+    args = scene(slots, dtype, width=width)
+    rng = np.random.default_rng(1)
+    latent = rng.integers(0, 256, args["latent_pool"].shape, np.uint8)
+    args["latent_pool"] = jnp.asarray(latent).view(jnp.float8_e4m3fn)
+    args["rope_pool"] = args["rope_pool"].astype(jnp.bfloat16)
+    scales = rng.normal(size=(*latent.shape[:2], width // 128, SIZE)).astype(np.float32)
+    args["scale_pool"] = jnp.asarray(np.where(scales < -1, np.nan, scales))
+    return args
+
+
+def fp8_check(pools, args, interleave=True, multiplier=1.0):
+    """Every pool's bits are the XLA op's, outside the layer's scratch page, and NaN is NaN."""
+    fixed = {"eps": EPS, "interleave": interleave, "multiplier": multiplier, "backend": "xla"}
+    expected = jax.jit(lambda given: norm_rope_append(**given, **fixed))(args)
+    assert len(pools) == len(expected) == 3
+    for pool, other in zip(pools, expected, strict=True):
+        assert pool.dtype == other.dtype
+        got, wanted = (np.array(x) for x in (pool, other))
+        if not (np.asarray(args["slots"]) >= SIZE).all():
+            got[int(args["layer"]), 0] = wanted[int(args["layer"]), 0] = 0
+        for x in (got, wanted):
+            x[np.isnan(x)] = np.nan
+        bits = f"u{got.dtype.itemsize}"
+        np.testing.assert_array_equal(got.view(bits), wanted.view(bits))
+
+
+@pytest.mark.parametrize(
+    ("slots", "dtype", "width", "interleave", "multiplier"),
+    [
+        ([[8, 9, 10, 11], [30, 31, 48, 49]], jnp.bfloat16, 512, True, 1.0),
+        ([[55, 17]], jnp.float32, 512, False, 2.3),
+        ([[9, 20, 33]], jnp.bfloat16, 1024, False, 2.3),
+    ],
+)
+def test_fp8_is_the_xla_op_bit_by_bit(slots, dtype, width, interleave, multiplier):
+    args = fp8_scene(slots, dtype, width)
+    fp8_check(append(args, interleave, multiplier, races=True), args, interleave, multiplier)
+
+
+def test_fp8_tokens_of_zeros_not_finite_or_far_too_large_stay_within_their_slots():
+    args = fp8_scene([[12, 13, 14, 15]])
+    args["projected"] = args["projected"].at[0, 0].set(0).at[0, 2].set(jnp.nan)
+    args["norm_weight"] = args["norm_weight"].at[7].set(1e6)
+    pools = append(args, races=True)
+    fp8_check(pools, args)
+    latent, scale = np.asarray(pools[0], np.float32)[1, 1, 4:8], np.asarray(pools[2])[1, 1, :, 4:8]
+    assert (latent[0] == 0).all()
+    assert (scale[:, 0] == 2.0**-15).all()
+    assert np.isnan(latent[2]).all()
+    assert (np.abs(latent[[1, 3], 7]) == 448).all()
+    assert (scale[0, [1, 3]] == 128).all()
+
+
+def test_fp8_tokens_that_do_not_count_touch_scratch_alone():
+    args = fp8_scene([[12, 0, 0], [0, 0, 0], [3, 13, 0]])
+    fp8_check(append(args), args)
+
+
+FP8_MUTANTS = {
+    "scale not stored": ("_store(scale_pool[0].at[(*place[:2], slice(None), place[2])], block_scale)", "pass"),
+    "quantized before it is rounded": ("_quantize(round_(latent))", "_quantize(latent * 1.001)"),
+    "the scale of another block": ("return fp8.round_to_fp8", "inverse = inverse[::-1]; return fp8.round_to_fp8"),
+    "one scale for all blocks": (
+        "jnp.max(fp8.magnitude(latent), axis=1)",
+        "four(jnp.max(fp8.magnitude(latent)))",
+    ),
+    "scales of another layer": ("scale_pool[0].at[(*place[:2],", "scale_pool[0].at[(0, place[1],"),
+    "latents of another layer": ("_store(latent_pool.at[place], latent)", "_store(latent_pool.at[0, 1, 1], latent)"),
+}
+
+
+@pytest.mark.parametrize("mutant", FP8_MUTANTS)
+def test_the_check_sees_a_wrong_fp8_kernel(mutant):
+    args = fp8_scene([[8, 9], [40, 16]])
+    fp8_check(append(args), args)
+    mutated = mutate(*FP8_MUTANTS[mutant])
+    mutated.four = lambda x: jnp.broadcast_to(x, 4)
+    with pytest.raises(AssertionError):
+        fp8_check(append(args, module=mutated), args)

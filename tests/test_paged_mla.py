@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mla_oracle import Scene, random_tree
 
 from pallas_kernels.latent_append import latent_append
 from pallas_kernels.paged_mla import paged_mla
@@ -103,6 +104,43 @@ def test_shapes_that_do_not_belong_together_are_refused(unchecked_annotations):
     wide = jnp.repeat(q_latent, 5, axis=1), jnp.repeat(q_rope, 5, axis=1)
     with pytest.raises(ValueError, match="5 query tokens do not fit a table of 4 slots"):
         paged_mla(*wide, latent, rope, jnp.int32(0), ids[:, :1], *where[2:], 1.0)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 70, "first": 65},
+        {"tree": [random_tree(40, seed) for seed in range(3)]},  # both words
+        {"tree": [random_tree(40, seed) for seed in range(3)], "first": 1},
+    ],
+)
+def test_windows_and_trees(masks, fp8):
+    Scene([300, 0, 62], [40, 7, 40], 40, 2, 16, fp8=fp8, **masks).check(backend="xla")
+
+
+def test_a_wrong_window_or_tree_is_seen():
+    for right, wrong in (({"sliding_window": 70}, {"window": 69}), ({"tree": [random_tree(5)]}, {"tree": None})):
+        scene = Scene([90], [5], 5, 2, 16, **right)
+        got = scene.attend(backend="xla")
+        vars(scene).update(wrong)
+        assert scene.error(got) > 1
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "masks", "message"),
+    [
+        (1, {"sliding_window": 0}, "sliding_window must be at least 1, the query's own position: got 0"),
+        (2, {"sliding_window": 5, "tree_mask": jnp.zeros((1, 2, 2), jnp.uint32)}, "give one of the two"),
+        (65, {"tree_mask": jnp.zeros((1, 65, 2), jnp.uint32)}, "for up to 64 query tokens: got 65"),
+    ],
+)
+def test_masks_that_mean_nothing_are_refused(num_queries, masks, message):
+    q_latent, q_rope, latent, rope, ids = (jnp.asarray(x) for x in scene([0], [1], num_queries))
+    where = (jnp.int32(0), ids, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32))
+    with pytest.raises(ValueError, match=message):
+        paged_mla(q_latent, q_rope, latent, rope, *where, 1.0, **masks)
 
 
 def test_append_writes_its_slots_of_its_layer_and_nothing_else():

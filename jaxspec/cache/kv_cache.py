@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxspec.config import ModelConfig
+from pallas_kernels import fp8
 
 
 @struct.dataclass
@@ -19,19 +20,51 @@ class KVCache:
     Attributes:
         latent: normalised latents.
         rope: rotated keys, one for all heads.
+        scale: of FP8 latents, one per 128 columns; see `pallas_kernels.fp8`.
+        compute_dtype: of activations, where they are not in the dtype of `rope`.
+        backend: of the ops that read and write the pools, "mosaic" or "xla"; None: the first that can.
     """
 
     latent: Float[Array, "n p s c"]
     rope: Float[Array, "n p s r"]
+    scale: Float[Array, "n p g s"] | None = None
+    compute_dtype: Any = struct.field(pytree_node=False, default=None)
+    backend: str | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
-    def create(cls, config: ModelConfig, num_pages: int, page_size: int, dtype: Any) -> KVCache:
-        """Empty pools; page 0 is scratch."""
+    def create(
+        cls,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: Any,
+        compute_dtype: Any = None,
+        backend: str | None = None,
+    ) -> KVCache:
+        """Empty pools; page 0 is scratch.
+
+        Args:
+            config: the architecture.
+            num_pages: pages of the pools.
+            page_size: slots a page.
+            dtype: of the pools. With float8_e4m3fn that is the latents', and keys stay bfloat16.
+            compute_dtype: of activations; None: that of the keys.
+            backend: of the ops on the pools.
+
+        Raises:
+            ValueError: latents that do not divide into blocks of FP8.
+        """
         shape = (config.num_cached_layers, num_pages, page_size)
-        return cls(
-            latent=jnp.zeros((*shape, config.kv_lora_rank), dtype),
-            rope=jnp.zeros((*shape, config.qk_rope_head_dim), dtype),
-        )
+        pools = {name: jnp.zeros((*shape, width), kind) for name, (width, kind) in _pools(config, dtype).items()}
+        if "scale" in pools:
+            pools["scale"] = pools["scale"].swapaxes(-1, -2)
+        compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+        return cls(**pools, compute_dtype=compute_dtype, backend=backend)
+
+    @property
+    def activations(self) -> Any:
+        """The dtype of activations."""
+        return self.rope.dtype if self.compute_dtype is None else self.compute_dtype
 
 
 def copy_page(cache: KVCache, source: Int[Array, ""], target: Int[Array, ""]) -> KVCache:
@@ -40,6 +73,19 @@ def copy_page(cache: KVCache, source: Int[Array, ""], target: Int[Array, ""]) ->
 
 
 def bytes_per_token(config: ModelConfig, dtype: Any) -> int:
-    """Bytes one token takes in the pools of all layers, the MTP modules' included."""
-    width = config.kv_lora_rank + config.qk_rope_head_dim
-    return config.num_cached_layers * width * jnp.dtype(dtype).itemsize
+    """Bytes one token takes in the pools of all layers, the MTP modules' included; errors as in `KVCache.create`."""
+    return config.num_cached_layers * sum(width * kind.itemsize for width, kind in _pools(config, dtype).values())
+
+
+def _pools(config: ModelConfig, dtype: Any) -> dict[str, tuple[int, Any]]:
+    """Width and dtype of each pool."""
+    latent, rope, dtype = config.kv_lora_rank, config.qk_rope_head_dim, jnp.dtype(dtype)
+    if dtype != fp8.DTYPE:
+        return {"latent": (latent, dtype), "rope": (rope, dtype)}
+    if latent % fp8.BLOCK:
+        raise ValueError(f"kv_lora_rank: got {latent}, expected a multiple of {fp8.BLOCK} for an FP8 KV cache")
+    return {
+        "latent": (latent, dtype),
+        "rope": (rope, jnp.dtype("bfloat16")),
+        "scale": (latent // fp8.BLOCK, jnp.dtype("float32")),
+    }

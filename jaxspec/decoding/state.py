@@ -142,7 +142,7 @@ def init_state(
         kv_len=kv_len,
         limit=limit,
         drafts=drafts,
-        drafter=DRAFTERS[spec.method].init_state(config, rows, num_drafts, cache.latent.dtype),
+        drafter=DRAFTERS[spec.method].init_state(config, rows, num_drafts, cache.activations),
         finish=finish + Finish.EMPTY,
         sampling=sampling,
         max_model_len=max_model_len,

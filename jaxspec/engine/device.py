@@ -63,7 +63,7 @@ class Device:
         config: the architecture.
         spec: the speculation.
         options: see `EngineConfig`.
-        dtype: of activations and pools.
+        dtype: of activations.
 
     Attributes:
         seconds_compile: time spent compiling so far.
@@ -89,7 +89,8 @@ class Device:
     def serving(self) -> Serving:
         """The rows; made when first asked for, and anew after `reset`."""
         if self._serving is None:
-            cache = KVCache.create(self.config, self.num_pages, self.options.page_size, self.dtype)
+            pool = (self.num_pages, self.options.page_size, self.options.pool_dtype(self.dtype))
+            cache = KVCache.create(self.config, *pool, self.dtype, self.options.backend())
             rows = [(_IDLE, 0, ())] * self.options.max_num_seqs
             sampling = SamplingState.stack(rows, self.options.num_stop_ids)
             state = init_state(self.config, self.spec, cache, sampling, self.options.max_model_len)

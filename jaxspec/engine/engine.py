@@ -86,7 +86,7 @@ class Engine:
         config: the architecture.
         spec: the speculation.
         options: see `EngineConfig`.
-        dtype: of activations and pools.
+        dtype: of activations, and of the pool unless `options` say otherwise.
 
     Raises:
         ValueError: the pool cannot hold one request of `max_model_len`, or the model does not allow prefix caching.

@@ -5,9 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxspec.cache.kv_cache import bytes_per_token
 from jaxspec.config import ModelConfig, SpeculativeConfig
 from jaxspec.decoding.state import pages_per_row
+from pallas_kernels.compat import not_hopper
+
+_KV_CACHE_DTYPES = {
+    "auto": None,
+    "bfloat16": "bfloat16",
+    "float32": "float32",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +32,10 @@ class EngineConfig:
         num_pages: pages of the pool, the scratch page included. None: what `kv_cache_memory_bytes` holds, or
             `max_num_seqs` full requests.
         kv_cache_memory_bytes: bytes of the pool, for the layers of target and drafter together; None: no bound.
+        kv_cache_dtype: of the pool: "auto" is the activations'; "bfloat16", "float32"; or "fp8" (also "fp8_e4m3"),
+            which is float8_e4m3fn latents with a scale per 128 columns, and bfloat16 keys.
+        attention_backend: of attention and of writes to the pool: "mosaic" (Pallas kernels for Hopper GPUs), "xla",
+            or "auto", the first that can.
         max_num_batched_tokens: most prompt tokens cached by one step.
         row_buckets: numbers of decoding rows that programs are compiled for; None: 1, 4, 16 and so on. `max_num_seqs`
             is always one.
@@ -43,6 +58,8 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"
     max_num_batched_tokens: int = 256
     row_buckets: tuple[int, ...] | None = None
     chunk_buckets: tuple[tuple[int, int], ...] | None = None
@@ -62,10 +79,28 @@ class EngineConfig:
         _require_integer("num_stop_ids", self.num_stop_ids, at_least=0)
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_pages and kv_cache_memory_bytes: got both, expected at most one of them")
+        choices = {"kv_cache_dtype": [*_KV_CACHE_DTYPES], "attention_backend": ["auto", "mosaic", "xla"]}
+        for name, expected in choices.items():
+            if (got := getattr(self, name)) not in expected:
+                raise ValueError(f"{name}: got {got!r}, expected one of {expected}")
         for rows in self.row_buckets or ():
             _require_integer("row_buckets", rows, at_least=1)
         for size in (size for bucket in self.chunk_buckets or () for size in bucket):
             _require_integer("chunk_buckets", size, at_least=1)
+
+    def pool_dtype(self, dtype: Any) -> Any:
+        """The dtype of the pool beside activations of `dtype`; float8_e4m3fn is that of the latents."""
+        return jnp.dtype(_KV_CACHE_DTYPES[self.kv_cache_dtype] or dtype)
+
+    def backend(self) -> str | None:
+        """The backend that the ops on the pool are forced to, or None.
+
+        Raises:
+            NotImplementedError: the device cannot run it.
+        """
+        if self.attention_backend == "mosaic" and (reason := not_hopper()):
+            raise NotImplementedError(f"attention_backend: got 'mosaic', but {reason}; 'auto' takes what there is")
+        return None if self.attention_backend == "auto" else self.attention_backend
 
     def pool_pages(self, config: ModelConfig, spec: SpeculativeConfig, dtype: Any) -> int:
         """Pages of the pool, the scratch page included.
@@ -73,16 +108,16 @@ class EngineConfig:
         Args:
             config: the architecture.
             spec: the speculation.
-            dtype: of the pools.
+            dtype: of activations.
 
         Raises:
-            ValueError: one request of `max_model_len` would not find room.
+            ValueError: one request of `max_model_len` would not find room, or the pool cannot have its dtype.
         """
+        page_bytes = self.page_size * bytes_per_token(config, self.pool_dtype(dtype))
         drafts = spec.num_speculative_tokens
         least = pages_per_row(self.max_model_len, drafts, self.page_size) + 1
         name, got, expected, pages = "num_pages", self.num_pages, least, self.num_pages
         if self.kv_cache_memory_bytes is not None:
-            page_bytes = self.page_size * bytes_per_token(config, dtype)
             name, got, expected = "kv_cache_memory_bytes", self.kv_cache_memory_bytes, least * page_bytes
             pages = got // page_bytes
         if pages is None:

@@ -21,7 +21,7 @@ from jaxspec.models.primitives import (
     swiglu,
 )
 from pallas_kernels.latent_append import norm_rope_append
-from pallas_kernels.paged_mla import Splits, default_parts, make_splits, paged_mla
+from pallas_kernels.paged_mla import Splits, paged_mla, plan_splits
 
 
 @struct.dataclass
@@ -44,10 +44,15 @@ class Placement:
     first: int = struct.field(pytree_node=False, default=0)
     splits: Splits | None = None
 
-    def planned(self, num_tokens: int, num_heads: int) -> Placement:
-        """With the split table of attention, which all layers share. Where no kernel reads it, it is never made."""
-        parts = default_parts(num_tokens * num_heads)
-        return self.replace(splits=make_splits(self.start, self.length, parts, self.first))
+    def planned(self, num_tokens: int, num_heads: int, cache: KVCache) -> Placement:
+        """With what all layers share: a window of the slots that they write, and the split table of attention.
+
+        Where no kernel reads the table, it is never made.
+        """
+        pool = cache.latent
+        rows, cached = num_tokens * num_heads, (pool.shape[2], str(pool.dtype))
+        splits = plan_splits(self.start, self.length, rows, *cached, self.first)
+        return self.replace(window=self.slots(num_tokens), splits=splits)
 
     def slots(self, num_tokens: int) -> Int[Array, "b t"]:
         """Where each token's latents go: its slot of the window, or the scratch page if it does not count.
@@ -72,7 +77,7 @@ def forward(
 ) -> tuple[Float[Array, "b t hidden"], KVCache]:
     """Runs the trunk over tokens whose predecessors are cached, and caches them.
 
-    Activations have the pools' dtype. Weights may be stored narrower: they widen, exactly, where they are used.
+    Activations have the dtype `cache` gives. Weights may be stored narrower: they widen, exactly, where used.
 
     Args:
         params: the parameters.
@@ -84,8 +89,8 @@ def forward(
     Returns:
         States after the final norm (`apply_head` gives logits), and the pools.
     """
-    x = params.embed[tokens].astype(cache.latent.dtype)
-    placement = placement.planned(tokens.shape[1], config.num_heads)
+    x = params.embed[tokens].astype(cache.activations)
+    placement = placement.planned(tokens.shape[1], config.num_heads, cache)
     angles = rope_angles(config, placement.positions(tokens.shape[1]))
     if params.dense is not None:
         x, cache = _run_stack(params.dense, 0, config, x, angles, cache, placement)
@@ -126,7 +131,7 @@ def mtp_forward(
     joined = jnp.concatenate([rms_norm(following, parts.enorm, eps), rms_norm(below, parts.hnorm, eps)], axis=-1)
     # Module d pairs position i with token i + d + 1; it keeps that pair at i + d, where the token is the next one
     # as in every other layer, so its cache begins at position d.
-    placement = placement.replace(first=module).planned(tokens.shape[1], config.num_heads)
+    placement = placement.replace(first=module).planned(tokens.shape[1], config.num_heads, cache)
     index = (jnp.int32(module), jnp.int32(config.num_trunk_attentions + module))
     angles = rope_angles(config, placement.positions(tokens.shape[1]))
     x = matmul(joined, parts.eh_proj)
@@ -229,17 +234,21 @@ def _attention(
         cache.latent,
         cache.rope,
         layer,
-        placement.slots(x.shape[1]),
+        placement.window,
         project_kv(attn, x),
         attn.kv_a_norm,
         angles,
         config.latent_norm_eps,
         interleave=config.rope.interleave,
         multiplier=config.latent_multiplier,
+        scale_pool=cache.scale,
+        backend=cache.backend,
     )
+    cache = cache.replace(**dict(zip(("latent", "rope", "scale"), pools, strict=False)))
     q_latent = jnp.einsum("bthn,hnc->bthc", q_nope, attn.k_up)
     where = (layer, placement.page_ids, placement.start, placement.length)
     scale, first = config.softmax_scale, placement.first
-    attended = paged_mla(q_latent, q_rope, *pools, *where, scale, first, splits=placement.splits)
+    arrays = (q_latent, q_rope, cache.latent, cache.rope, *where, scale, first)
+    attended = paged_mla(*arrays, scale_pool=cache.scale, splits=placement.splits, backend=cache.backend)
     values = jnp.einsum("bthc,hcv->bthv", attended, attn.v_up)
-    return project_output(attn, values), KVCache(*pools)
+    return project_output(attn, values), cache

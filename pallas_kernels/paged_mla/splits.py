@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-BLOCK_TOKENS = 64  # cache positions that the kernel scores at a time
-ROW_OVERHEAD = 5  # what starting a row costs, in blocks (FlashMLA's value; not measured here)
+ROW_OVERHEAD = 320  # what starting a row costs, in positions (FlashMLA's value; not measured here)
+EVERY_BLOCK = 2**30
 
 
 class Splits(NamedTuple):
@@ -24,23 +24,44 @@ class Splits(NamedTuple):
     rows: Int[Array, "b 3"]  # of each row: first part, last part (below the first: no work), the next row with work
 
 
-def row_blocks(start: Int[Array, "*b"], length: Int[Array, "*b"], first: int) -> Int[Array, "*b"]:
-    """How many blocks of `BLOCK_TOKENS` positions a row's queries see; 0 without queries."""
-    blocks = (start + length + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first // BLOCK_TOKENS
-    return jnp.where(length > 0, jnp.maximum(blocks, 0), 0)
+def first_seen(start: Array, first: int, sliding_window: int | None) -> Array:
+    """The first position that a query at `start` sees."""
+    return jnp.maximum(first, start - ((sliding_window or 2**30) - 1))
 
 
-def make_splits(start: Int[Array, "b"], length: Int[Array, "b"], num_parts: int, first: int = 0) -> Splits:
+def row_blocks(
+    start: Int[Array, "*b"], length: Int[Array, "*b"], block: int, first: int, sliding_window: int | None
+) -> Int[Array, "*b"]:
+    """How many blocks of `block` positions a row's queries see; 0 without queries."""
+    low, end = first_seen(start, first, sliding_window), start + length
+    return jnp.where((length > 0) & (low < end), (end + block - 1) // block - low // block, 0)
+
+
+def make_splits(
+    start: Int[Array, "b"],
+    length: Int[Array, "b"],
+    num_parts: int | None,
+    block: int,
+    first: int = 0,
+    sliding_window: int | None = None,
+) -> Splits:
     """The split table of a batch.
 
     Args:
         start: position of each row's first query.
         length: queries of each row.
-        num_parts: parts to fill, the streaming multiprocessors divided by the row tiles.
+        num_parts: parts to fill, the streaming multiprocessors divided by the row tiles; None: a part for each row.
+        block: positions that the kernel attends to at a time.
         first: positions below it are seen by no query.
+        sliding_window: how many positions a query sees at most, its own included; None: all.
     """
-    blocks = row_blocks(start, length, first)
-    ends = jnp.cumsum(jnp.where(blocks > 0, blocks + ROW_OVERHEAD, 0))
+    batch = start.shape[0]
+    if num_parts is None:
+        row, zero = jnp.arange(batch), jnp.zeros(batch, jnp.int32)
+        parts = jnp.stack([row, zero, row, zero + EVERY_BLOCK], axis=1)
+        return Splits(parts.astype(jnp.int32), jnp.stack([row, row, zero + batch], axis=1).astype(jnp.int32))
+    blocks = row_blocks(start, length, block, first, sliding_window)
+    ends = jnp.cumsum(jnp.where(blocks > 0, blocks + ROW_OVERHEAD // block, 0))
     begins = ends - blocks
     share = jnp.maximum((ends[-1] + num_parts - 1) // num_parts, 1)
     low = (jnp.arange(num_parts) * share)[:, None]
@@ -48,7 +69,6 @@ def make_splits(start: Int[Array, "b"], length: Int[Array, "b"], num_parts: int,
     # A part works on the rows whose blocks lie between its two cuts.
     first_row = jnp.sum(ends[None] <= low, axis=1)
     last_row = jnp.sum(begins[None] < high, axis=1) - 1
-    batch = blocks.shape[0]
     inside = jnp.clip(first_row, 0, batch - 1), jnp.clip(last_row, 0, batch - 1)
     from_block = jnp.maximum(low[:, 0] - begins[inside[0]], 0)
     to_block = jnp.minimum(high[:, 0] - begins[inside[1]], blocks[inside[1]])

@@ -39,6 +39,7 @@ from pallas_kernels.paged_mla.walk import (
     Segment,
     advance,
     cursor_at,
+    hidden_zero,
     is_masked,
     pages,
     row_mask,
@@ -219,10 +220,9 @@ def _attend_block(
     masked = is_masked(call, segment, position, BLOCK)
     place = slot
     if call.quantised:
-        # 0, of which the compiler must not know: it would keep the addresses of all products in registers, and spill.
-        place = jnp.minimum(block, 0)
+        place = hidden_zero(block)
         _convert(smem, group, slot, place)
-    scores = _scores(call, gmem, smem, group, segment, place, slot)
+    scores = _scores(call, gmem, smem, group, segment, block, place, slot)
     if call.quantised:
         load_next()
     scores = lax.cond(
@@ -259,13 +259,15 @@ def _row_vector(ref: Any) -> Array:
 
 
 def _scores(
-    call: Call, gmem: Operands, smem: Shared, group: int, segment: Segment, place: Array, slot: Array
+    call: Call, gmem: Operands, smem: Shared, group: int, segment: Segment, block: Array, place: Array, slot: Array
 ) -> Float[Array, "64 share"]:
     """The block's scores of this warpgroup's share of the rows, in log2 units."""
 
+    queries = hidden_zero(block) + group
+
     def issue(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, smem.latent.at[place, group], smem.q_latent.at[group].transpose((1, 0)))
-        plgpu.wgmma(accumulator, smem.rope.at[slot, group], smem.q_rope.at[group].transpose((1, 0)))
+        plgpu.wgmma(accumulator, smem.latent.at[place, group], smem.q_latent.at[queries].transpose((1, 0)))
+        plgpu.wgmma(accumulator, smem.rope.at[slot, group], smem.q_rope.at[queries].transpose((1, 0)))
 
     half = compat.product(issue, (BLOCK, call.row_tile))  # over this warpgroup's columns
     (own, num_own), (other, num_other) = share(call, group), share(call, 1 - group)

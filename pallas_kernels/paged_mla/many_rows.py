@@ -39,6 +39,7 @@ from pallas_kernels.paged_mla.walk import (
     Segment,
     advance,
     cursor_at,
+    hidden_zero,
     is_masked,
     pages,
     row_mask,
@@ -184,7 +185,7 @@ def _lead(
     rescale = jnp.exp2(maximum - final)
     _clear_unseen(smem, segment, pair, FOLLOWER, LEADER)
     weighted = weighted * _by_row(rescale, weighted)
-    shared = smem.rope.at[_hidden(pair) + FOLLOWER]
+    shared = smem.rope.at[hidden_zero(pair) + FOLLOWER]
     weighted = _weigh(call, shared, _latent(smem, pair, FOLLOWER, LEADER), weighted)
     _load_crossed(call, gmem, smem, part, cursor, places, LEADER)
     return Softmax(final, total * rescale, weighted)
@@ -216,7 +217,7 @@ def _follow(
         return softmax.total * jnp.exp2(softmax.maximum - maximum) + weights.sum(axis=1), own
 
     weighted = softmax.weighted * _by_row(jnp.exp2(softmax.maximum - before), softmax.weighted)
-    shared = smem.rope.at[_hidden(pair) + LEADER]
+    shared = smem.rope.at[hidden_zero(pair) + LEADER]
     weighted, total, own = _weigh_and(call, shared, _latent(smem, pair, LEADER, FOLLOWER), weighted, find_weights)
     _load_crossed(call, gmem, smem, part, cursor, places, FOLLOWER)
 
@@ -248,7 +249,7 @@ def _scores(
     call: Call, gmem: Operands, smem: Shared, segment: Segment, pair: Array, group: int
 ) -> Float[Array, "64 64"]:
     """All rows against the warpgroup's block of the pair, unscaled."""
-    place = _hidden(pair)
+    place = hidden_zero(pair)
 
     def issue(accumulator: Any) -> None:
         for half in (LEADER, FOLLOWER):  # the leader is the first to load
@@ -267,13 +268,8 @@ def _scores(
     )
 
 
-def _hidden(pair: Array) -> Array:
-    """Zero, but no compiler can tell: it would compute all of wgmma's descriptors before the loop, and spill them."""
-    return jnp.minimum(pair, 0)
-
-
 def _latent(smem: Shared, pair: Array, block: int, half: int) -> Any:
-    return smem.latent.at[_hidden(pair) + (2 * block + half)]
+    return smem.latent.at[hidden_zero(pair) + (2 * block + half)]
 
 
 def _log2_scale(call: Call) -> float:

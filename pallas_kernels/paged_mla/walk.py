@@ -171,6 +171,11 @@ def seen(
     return (position < segment.end) & (position >= call.first) & ((node < 0) | ((node < 64) & (bit != 0)))
 
 
+def hidden_zero(block: Array) -> Array:
+    """Zero, but no compiler can tell: it would compute all of wgmma's descriptors before the loop, and spill them."""
+    return jnp.minimum(block, 0)
+
+
 class Cursor(NamedTuple):
     """The next block to load: ahead of the one in use by the ring's size, also into the next row."""
 

@@ -101,6 +101,16 @@ def test_fp8_takes_queries_of_any_size(factor):
     scene.check()
 
 
+@pytest.mark.parametrize(("heads", "fp8"), [(16, False), (16, True), (64, False)])
+def test_very_negative_scores_are_a_softmax_like_any_other(heads, fp8):
+    """Field case i4: a finite mask value would lie above valid scores of -1e5."""
+    scene = Scene([70, 0], [1, 0], 1, heads, fp8=fp8)
+    scene.q_latent, scene.q_rope = scene.q_latent * 0, (scene.q_rope * 0).at[..., 0].set(-1)
+    scene.rope = scene.rope.at[..., 0].add(1e5 / SCALE)
+    assert (SCALE * scene.rope[LAYER, scene.ids[0, 0], :, 0] > 9e4).all()
+    scene.check()
+
+
 def test_the_layer_is_traced():
     """One program reads the layer it is told to."""
     scene = Scene([70], [1], 1, 16)
@@ -183,10 +193,11 @@ def skip_queries(smem):
     return wait
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("mutant", [unsynchronised, loaded_early, queries_early])
 @pytest.mark.usefixtures("fresh_interpreter")
-def test_the_race_detector_catches(mutant, monkeypatch):
-    scene = Scene([70, 100, 200], [2, 1, 2], 2, 16)  # two rows in one part: queries and sums are replaced too
+def test_the_race_detector_catches(mutant, fp8, monkeypatch):
+    scene = Scene([70, 100, 200], [2, 1, 2], 2, 16, fp8=fp8)  # rows in one part: queries and sums are replaced too
     mutant(monkeypatch)
     with pytest.raises(Exception, match="RACE DETECTED"):
         scene.attend(num_parts=1)

@@ -24,6 +24,7 @@ from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as gpu_rac
 
 from jaxspec.checkpoint import load
 from jaxspec.decoding import round as round_module
+from pallas_kernels import compat
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -58,6 +59,14 @@ def fresh(monkeypatch):
     monkeypatch.setattr(harness, "ROUND", rounds)
     monkeypatch.setattr(harness, "PREFILL", jax.jit(lambda *a: round_module.prefill(*a), static_argnums=(1, 2)))
     return monkeypatch
+
+
+@pytest.fixture
+def fresh_interpreter():
+    """Clears what an interpreted kernel that failed leaves behind."""
+    yield
+    compat.reset_interpreter()
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from mla_oracle import Replaced, Scene, checked_wgmma
 
-from pallas_kernels import compat
 from pallas_kernels.paged_mla import many_rows
 from pallas_kernels.paged_mla.many_rows import FOLLOWER, LEADER
 
@@ -17,14 +15,6 @@ plgpu = many_rows.plgpu
 @pytest.fixture(autouse=True)
 def checked_reads(monkeypatch):
     monkeypatch.setattr(many_rows, "plgpu", Replaced(wgmma=checked_wgmma))
-
-
-@pytest.fixture
-def fresh_interpreter():
-    """Clears what a kernel that failed leaves behind."""
-    yield
-    compat.reset_interpreter()
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,6 @@ def checked_reads(monkeypatch):
     monkeypatch.setattr(few_rows, "plgpu", Replaced(wgmma=checked_wgmma))
 
 
-@pytest.fixture
-def fresh_interpreter():
-    """Clears what a kernel that failed leaves behind."""
-    yield
-    compat.reset_interpreter()
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize(
     ("starts", "lengths", "num_queries"),
     [

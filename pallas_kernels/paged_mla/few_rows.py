@@ -47,6 +47,7 @@ from pallas_kernels.paged_mla.walk import (
     segment,
     this_part,
     tile_rows,
+    zero_idle_rows,
 )
 
 BLOCK = 64  # positions: wgmma's M
@@ -128,14 +129,19 @@ def _run_part(call: Call, gmem: Operands, smem: Shared, part: Part, group: int) 
         _load_block(call, gmem, smem, part, cursor, group, jnp.int32(slot))
         cursor = advance(call, gmem, part, cursor)
 
+    def store_zeros(row: Array) -> None:
+        _store(call, gmem.out.at[row], group, _zeros(call))
+
     def visit(row: Array, carry: tuple) -> tuple:
         here = segment(call, gmem, part, row)
         some = here.begin_block < here.end_block
-        if call.whole:
-            pl.when(jnp.logical_not(some))(lambda: _store(call, gmem.out.at[row], group, _zeros(call)))
+        if call.whole:  # the tile may be idle where its row is not
+            pl.when(jnp.logical_not(some))(lambda: store_zeros(row))
         return lax.cond(some, lambda c: _run_row(call, gmem, smem, part, group, here, c), lambda c: c, carry)
 
     lax.fori_loop(part.first_row, part.last_row + 1, visit, (jnp.int32(0), cursor))
+    if not call.whole:
+        zero_idle_rows(call, gmem, store_zeros)
 
 
 def _zeros(call: Call) -> Float[Array, "256 n"]:

@@ -47,6 +47,7 @@ from pallas_kernels.paged_mla.walk import (
     segment,
     this_part,
     tile_rows,
+    zero_idle_rows,
 )
 
 ROWS = 64  # of a tile: wgmma's one M
@@ -120,14 +121,19 @@ def _run_part(call: Call, gmem: Operands, smem: Shared, part: Part, group: int) 
     _load_crossed(call, gmem, smem, part, cursor, places, group)
     cursor = advance(call, gmem, part, cursor)
 
+    def store_zeros(row: Array) -> None:
+        _store(call, gmem.out.at[row], group, _zeros())
+
     def visit(row: Array, cursor: Cursor) -> Cursor:
         here = segment(call, gmem, part, row)
         some = here.begin_block < here.end_block
-        if call.whole:  # else the combining kernel does it
-            pl.when(jnp.logical_not(some))(lambda: _store(call, gmem.out.at[row], group, _zeros()))
+        if call.whole:  # the tile may be idle where its row is not
+            pl.when(jnp.logical_not(some))(lambda: store_zeros(row))
         return lax.cond(some, lambda c: _run_row(call, gmem, smem, part, group, here, c), lambda c: c, cursor)
 
     lax.fori_loop(part.first_row, part.last_row + 1, visit, cursor)
+    if not call.whole:
+        zero_idle_rows(call, gmem, store_zeros)
 
 
 def _run_row(

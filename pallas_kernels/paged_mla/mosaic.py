@@ -23,7 +23,8 @@ from pallas_kernels.paged_mla.splits import Splits, make_splits
 from pallas_kernels.paged_mla.tuning import FEW, tile_config
 from pallas_kernels.paged_mla.walk import LATENT, ROPE, Call, operands
 
-COMBINED = plgpu.Layout.WG_STRIDED((LATENT,), vec_size=4)
+COLUMNS = plgpu.Layout.WG_STRIDED((LATENT,), vec_size=4)
+COMBINED = 8  # shares of a row that are loaded at once
 
 
 def paged_mla_mosaic(
@@ -97,7 +98,7 @@ def paged_mla_mosaic(
     out, *shared = _attention_kernel(call, kernel)(*(x for x in arrays if x is not None))
     if shared:
         out = jax.new_ref(out)
-        _combine_kernel(call)(*shared, splits.rows.astype(jnp.int32), out)
+        _combine_kernel(call)(*shared, *(x.astype(jnp.int32) for x in splits), out)
         out = jax.freeze(out)
     return out[:, :rows].reshape(batch, num_queries, heads, LATENT)
 
@@ -184,36 +185,46 @@ def _attention_kernel(call: Call, kernel: Any) -> Any:
 
 def _combine_kernel(call: Call) -> Any:
     return compat.gpu_kernel(
-        functools.partial(combine_body, call),
+        combine_body,
         name="paged_mla_combine",
         out_type=(),
-        grid={"batch": call.batch, "row": call.num_queries * call.heads},
+        grid={"part": call.num_parts, "row": call.num_queries * call.heads},
         scratch={},
+        unsafe_no_auto_barriers=True,  # they would have one load wait for another
         interpret=call.interpret,
     )
 
 
-def combine_body(call: Call, partial: Any, log_sum: Any, rows: Any, out: Any) -> None:
-    """Puts a row of (query, head) together from the parts that shared it.
+def combine_body(partial: Any, log_sum: Any, parts: Any, rows: Any, out: Any) -> None:
+    """Puts a row of (query, head) together from the parts that shared it. Leaves those that one part did alone.
 
-    Leaves rows that one part did alone, and zeroes those without work.
+    A shared row is the last one of the part in which it starts, so there are no more of them than parts.
     """
-    batch, row = lax.axis_index("batch"), lax.axis_index("row")
+    part, row = lax.axis_index("part"), lax.axis_index("row")
+    batch = jnp.maximum(parts[part, 2], 0)
     first_part, last_part = rows[batch, 0], rows[batch, 1]
 
-    def visit(part: Array, carry: tuple) -> tuple:
+    def visit(turn: Array, carry: tuple) -> tuple:
         maximum, total, weighted = carry
-        slot = 2 * part + (part == first_part).astype(jnp.int32)
-        log = log_sum[slot, row]
-        new_maximum = jnp.maximum(maximum, log)
+        shares = [first_part + turn * COMBINED + i for i in range(COMBINED)]
+        slots = [2 * jnp.minimum(p, last_part) + (p == first_part).astype(jnp.int32) for p in shares]
+        values = [plgpu.load(partial.at[slot, row], layout=COLUMNS, optimized=False) for slot in slots]
+        logs = [
+            jnp.where(p <= last_part, log_sum[slot, row], -jnp.inf) for p, slot in zip(shares, slots, strict=True)
+        ]
+        new_maximum = functools.reduce(jnp.maximum, logs, maximum)
         shift = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
-        rescale, weight = jnp.exp2(maximum - shift), jnp.exp2(log - shift)
-        values = plgpu.load(partial.at[slot, row], layout=COMBINED, optimized=False)
-        return new_maximum, total * rescale + weight, weighted * rescale + values * weight
+        rescale = jnp.exp2(maximum - shift)
+        total, weighted = total * rescale, weighted * rescale
+        for log, value in zip(logs, values, strict=True):
+            weight = jnp.exp2(log - shift)
+            total, weighted = total + weight, weighted + value * weight
+        return new_maximum, total, weighted
 
-    @pl.when(last_part != first_part)
+    @pl.when((first_part == part) & (last_part > part))
     def _combine() -> None:
-        carry = jnp.float32(-jnp.inf), jnp.float32(0), plgpu.layout_cast(jnp.zeros(LATENT, jnp.float32), COMBINED)
-        _, total, weighted = lax.fori_loop(first_part, last_part + 1, visit, carry)
+        carry = jnp.float32(-jnp.inf), jnp.float32(0), plgpu.layout_cast(jnp.zeros(LATENT, jnp.float32), COLUMNS)
+        turns = lax.div(last_part - first_part, jnp.int32(COMBINED)) + 1
+        _, total, weighted = lax.fori_loop(0, turns, visit, carry)
         result = weighted / jnp.where(total > 0, total, 1.0)
         compat.store_global(out.at[batch, row], result.astype(jnp.bfloat16))

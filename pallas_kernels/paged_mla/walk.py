@@ -7,6 +7,7 @@ each row the blocks of `block_tokens` positions that are its share, while a curs
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -106,6 +107,18 @@ class Part(NamedTuple):
 def this_part(gmem: Operands) -> Part:
     """The part that this run of the kernel does."""
     return Part(*(gmem.parts[lax.axis_index("part"), i] for i in range(4)))
+
+
+def zero_idle_rows(call: Call, gmem: Operands, store: Callable[[Array], None]) -> None:
+    """Has `store` write zeros to the rows that no part works on. Each part sees to a share of them."""
+    index = lax.axis_index("part")
+
+    def visit(turn: Array, carry: None) -> None:
+        row = turn * call.num_parts + index
+        pl.when(gmem.rows[row, 1] < gmem.rows[row, 0])(lambda: store(row))
+        return carry
+
+    lax.fori_loop(0, lax.div(call.batch - index + (call.num_parts - 1), jnp.int32(call.num_parts)), visit, None)
 
 
 class Segment(NamedTuple):

@@ -632,7 +632,7 @@ def test_options_that_are_not_offered_are_refused(name):
         ({"engine_config": {"chunk_buckets": ((0, 16),)}}, "chunk_buckets: got 0, expected an integer of at least 1"),
         (
             {"engine_config": {"overlaps": 1}},
-            "engine_config: got unknown keys ['overlaps'], expected some of ['chunk_buckets', ",
+            "engine_config: got unknown keys ['overlaps'], expected some of ['attention_backend', 'chunk_buckets', ",
         ),
         (
             {"speculative_config": {"draft_len_schedule": {4: 5}}},

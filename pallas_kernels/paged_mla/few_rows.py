@@ -1,4 +1,4 @@
-"""Mosaic GPU kernel for row tiles of up to 48 rows: as fast as memory, whatever the number of rows.
+"""Mosaic GPU kernel for row tiles of up to 48 rows, where memory is the limit: it pays for the rows there are.
 
 wgmma computes 64 rows at a time. Here these are cached positions, or latent columns, and the queries' rows are the
 other side, of which any multiple of 8 is paid for as it is: scores are latents @ queries^T, and the result is

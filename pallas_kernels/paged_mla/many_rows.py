@@ -1,4 +1,4 @@
-"""Mosaic GPU kernel for row tiles of 64 rows: near the tensor cores' peak.
+"""Mosaic GPU kernel for row tiles of 64 rows, where the tensor cores are the limit: it is to keep them busy.
 
 After FlashMLA (csrc/sm90/decode/dense and its deep dive of April 2025): a step is a pair of blocks of 64 positions.
 Each of two warpgroups scores one block of the pair with all columns, and accumulates half of the latent columns for

@@ -212,7 +212,7 @@ def wrong(scene):
 @pytest.mark.parametrize(
     ("name", "mutant", "options"),
     [
-        ("_clear_unseen", lambda *args: None, {}),  # 0 * NaN
+        ("clear_unseen", lambda *args: None, {}),  # 0 * NaN
         ("is_masked", lambda *args: jnp.bool_(False), {}),
         ("seen", lambda call, here, row, at, tree: walk.seen(call, here, row, at - 1, tree), {}),
         ("seen", lambda call, here, row, at, tree: walk.seen(call, here, row, at + 1, tree), {"sliding_window": 66}),

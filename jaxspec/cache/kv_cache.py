@@ -54,10 +54,10 @@ class KVCache:
         Raises:
             ValueError: latents that do not divide into blocks of FP8.
         """
-        shape = (config.num_cached_layers, num_pages, page_size)
-        pools = {name: jnp.zeros((*shape, width), kind) for name, (width, kind) in _pools(config, dtype).items()}
-        if "scale" in pools:
-            pools["scale"] = pools["scale"].swapaxes(-1, -2)
+        pools = {}
+        for name, (width, kind) in _pools(config, dtype).items():
+            sizes = (width, page_size) if name == "scale" else (page_size, width)
+            pools[name] = jnp.zeros((config.num_cached_layers, num_pages, *sizes), kind)
         compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
         return cls(**pools, compute_dtype=compute_dtype, backend=backend)
 

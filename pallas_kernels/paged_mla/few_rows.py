@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -38,16 +37,17 @@ from pallas_kernels.paged_mla.walk import (
     Part,
     Segment,
     advance,
+    clear_unseen,
     cursor_at,
     hidden_zero,
     is_masked,
+    is_wanted,
     pages,
     row_mask,
     seen,
-    segment,
     this_part,
     tile_rows,
-    zero_idle_rows,
+    visit_rows,
 )
 
 BLOCK = 64  # positions: wgmma's M
@@ -132,16 +132,10 @@ def _run_part(call: Call, gmem: Operands, smem: Shared, part: Part, group: int) 
     def store_zeros(row: Array) -> None:
         _store(call, gmem.out.at[row], group, _zeros(call))
 
-    def visit(row: Array, carry: tuple) -> tuple:
-        here = segment(call, gmem, part, row)
-        some = here.begin_block < here.end_block
-        if call.whole:  # the tile may be idle where its row is not
-            pl.when(jnp.logical_not(some))(lambda: store_zeros(row))
-        return lax.cond(some, lambda c: _run_row(call, gmem, smem, part, group, here, c), lambda c: c, carry)
+    def run(here: Segment, carry: tuple) -> tuple:
+        return _run_row(call, gmem, smem, part, group, here, carry)
 
-    lax.fori_loop(part.first_row, part.last_row + 1, visit, (jnp.int32(0), cursor))
-    if not call.whole:
-        zero_idle_rows(call, gmem, store_zeros)
+    visit_rows(call, gmem, part, run, store_zeros, (jnp.int32(0), cursor))
 
 
 def _zeros(call: Call) -> Float[Array, "256 n"]:
@@ -176,7 +170,7 @@ def _run_row(
 def _load_queries(call: Call, gmem: Operands, smem: Shared, part: Part, cursor: Cursor, group: int) -> None:
     """Starts the load of this warpgroup's columns of the queries of the cursor's row, if this part works on it."""
 
-    @pl.when((cursor.row <= part.last_row) & (cursor.block < cursor.end_block))
+    @pl.when(is_wanted(part, cursor))
     def _load() -> None:
         rows = tile_rows(call)
         for source, target in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
@@ -197,7 +191,7 @@ def _load_block(
     latent = smem.fp8 if call.quantised else smem.latent
     loaded = smem.loaded.at[2 * slot + group]
 
-    @pl.when((cursor.row <= part.last_row) & (cursor.block < cursor.end_block))
+    @pl.when(is_wanted(part, cursor))
     def _load() -> None:
         for load, page in enumerate(pages(call, gmem, cursor)):
             rows = pl.ds(load * call.load_rows, call.load_rows)
@@ -245,7 +239,7 @@ def _attend_block(
     rows = pl.ds(*share(call, group))
     smem.rescale.at[rows][...] = rescale
     smem.weights.at[rows].transpose((1, 0))[...] = weights.astype(smem.weights.dtype)
-    pl.when(masked)(lambda: _clear_unseen(smem, group, segment, position, place))
+    pl.when(masked)(lambda: clear_unseen(smem.latent.at[place, group], segment, position))
     plgpu.commit_smem()
     compat.synchronise(smem.pair)  # all weights are there
     weighted = softmax.weighted * _along(_row_vector(smem.rescale), softmax.weighted)
@@ -268,7 +262,6 @@ def _scores(
     call: Call, gmem: Operands, smem: Shared, group: int, segment: Segment, block: Array, place: Array, slot: Array
 ) -> Float[Array, "64 share"]:
     """The block's scores of this warpgroup's share of the rows, in log2 units."""
-
     queries = hidden_zero(block) + group
 
     def issue(accumulator: Any) -> None:
@@ -282,7 +275,7 @@ def _scores(
     scores = half[:, own : own + num_own] + plgpu.load(
         smem.scores.at[:, pl.ds(own, num_own)], layout=plgpu.Layout.WGMMA
     )
-    scores = scores * (call.scale * np.log2(np.e))
+    scores = scores * call.log2_scale
     if not call.quantised:
         return scores
     rows = pl.ds(call.tile() * call.row_tile + own, num_own)
@@ -323,17 +316,6 @@ def _seen(call: Call, gmem: Operands, segment: Segment, position: Array, group: 
     if tree is not None:
         tree = tuple(lax.broadcast_in_dim(word, shape, [1]) for word in tree)
     return seen(call, segment, row, position, tree)
-
-
-def _clear_unseen(smem: Shared, group: int, segment: Segment, position: Array, place: Array) -> None:
-    """Zeroes this warpgroup's latents where no query looks: a weight of 0 times NaN would still be NaN."""
-    shape = (BLOCK, 64)  # 64 columns at a time: few registers
-    position = position + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-    keep = (position < segment.end) & (position >= segment.low)
-    for column in range(0, HALF, shape[1]):
-        part = smem.latent.at[place, group, :, pl.ds(column, shape[1])]
-        values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-        part[...] = jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 
 def _finish_row(

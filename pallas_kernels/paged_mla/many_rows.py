@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -38,16 +37,17 @@ from pallas_kernels.paged_mla.walk import (
     Part,
     Segment,
     advance,
+    clear_unseen,
     cursor_at,
     hidden_zero,
     is_masked,
+    is_wanted,
     pages,
     row_mask,
     seen,
-    segment,
     this_part,
     tile_rows,
-    zero_idle_rows,
+    visit_rows,
 )
 
 ROWS = 64  # of a tile: wgmma's one M
@@ -124,16 +124,10 @@ def _run_part(call: Call, gmem: Operands, smem: Shared, part: Part, group: int) 
     def store_zeros(row: Array) -> None:
         _store(call, gmem.out.at[row], group, _zeros())
 
-    def visit(row: Array, cursor: Cursor) -> Cursor:
-        here = segment(call, gmem, part, row)
-        some = here.begin_block < here.end_block
-        if call.whole:  # the tile may be idle where its row is not
-            pl.when(jnp.logical_not(some))(lambda: store_zeros(row))
-        return lax.cond(some, lambda c: _run_row(call, gmem, smem, part, group, here, c), lambda c: c, cursor)
+    def run(here: Segment, cursor: Cursor) -> Cursor:
+        return _run_row(call, gmem, smem, part, group, here, cursor)
 
-    lax.fori_loop(part.first_row, part.last_row + 1, visit, cursor)
-    if not call.whole:
-        zero_idle_rows(call, gmem, store_zeros)
+    visit_rows(call, gmem, part, run, store_zeros, cursor)
 
 
 def _run_row(
@@ -235,12 +229,12 @@ def _follow(
 
 
 def _row_max(call: Call, scores: Float[Array, "64 64"]) -> Float[Array, "64"]:
-    return scores.max(axis=1) * _log2_scale(call)
+    return scores.max(axis=1) * call.log2_scale
 
 
 def _weights(call: Call, smem: Shared, scores: Array, maximum: Array, group: int) -> tuple[Array, Any]:
     """A block's weights, for the sum and as wgmma's operand. The other warpgroup gets them in shared memory."""
-    weights = jnp.exp2(scores * _log2_scale(call) - _by_row(maximum, scores))
+    weights = jnp.exp2(scores * call.log2_scale - _by_row(maximum, scores))
     rounded = own = weights.astype(jnp.bfloat16)
     smem.rope.at[group][...] = rounded
     if call.interpret is not None:  # its wgmma takes nothing from registers
@@ -276,10 +270,6 @@ def _scores(
 
 def _latent(smem: Shared, pair: Array, block: int, half: int) -> Any:
     return smem.latent.at[hidden_zero(pair) + (2 * block + half)]
-
-
-def _log2_scale(call: Call) -> float:
-    return call.scale * np.log2(np.e)
 
 
 def _position(pair: Array, block: int) -> Array:
@@ -327,25 +317,19 @@ def _seen(call: Call, gmem: Operands, segment: Segment, position: Array) -> Arra
 
 
 def _clear_unseen(smem: Shared, segment: Segment, pair: Array, block: int, group: int) -> None:
-    """Zeroes the warpgroup's half of a block where no query looks: a weight of 0 times NaN would still be NaN."""
-    shape = (BLOCK, 64)  # 64 columns at a time: few registers
+    """Zeroes the warpgroup's half of a block where no query looks."""
     first = _position(pair, block)
 
     @pl.when((first < segment.low) | (first + BLOCK > segment.end))
     def _clear() -> None:
-        position = first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        keep = (position < segment.end) & (position >= segment.low)
-        for column in range(0, HALF, shape[1]):
-            part = smem.latent.at[2 * block + group, :, pl.ds(column, shape[1])]
-            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(keep, values, jnp.zeros((), values.dtype))
+        clear_unseen(smem.latent.at[2 * block + group], segment, first)
         plgpu.commit_smem()
 
 
 def _load_queries(call: Call, gmem: Operands, smem: Shared, part: Part, cursor: Cursor) -> None:
     """Starts the load of the queries of the cursor's row, if this part works on it."""
 
-    @pl.when(_wanted(part, cursor))
+    @pl.when(is_wanted(part, cursor))
     def _load() -> None:
         rows = tile_rows(call)
         for half in range(2):
@@ -356,16 +340,12 @@ def _load_queries(call: Call, gmem: Operands, smem: Shared, part: Part, cursor: 
         plgpu.copy_gmem_to_smem(gmem.q_rope.at[cursor.row, rows], smem.q_rope, smem.q_loaded)
 
 
-def _wanted(part: Part, cursor: Cursor) -> Array:
-    return (cursor.row <= part.last_row) & (cursor.block < cursor.end_block)
-
-
 def _load_own(
     call: Call, gmem: Operands, smem: Shared, part: Part, cursor: Cursor, places: tuple, group: int
 ) -> None:
     """Starts the load of the warpgroup's half of the block of the cursor's pair that it scores."""
 
-    @pl.when(_wanted(part, cursor))
+    @pl.when(is_wanted(part, cursor))
     def _load() -> None:
         _load_half(call, gmem, smem, places, group, group, smem.own.at[group])
 
@@ -377,7 +357,7 @@ def _load_crossed(
     block = 1 - group
     loaded = smem.crossed.at[block]
 
-    @pl.when(_wanted(part, cursor))
+    @pl.when(is_wanted(part, cursor))
     def _load() -> None:
         _load_half(call, gmem, smem, places, block, group, loaded)
         for page, rows in _pieces(call, places, block):

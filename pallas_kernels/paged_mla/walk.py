@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -49,6 +50,11 @@ class Call:
     def tiles(self) -> int:
         """Row tiles of a batch row."""
         return -(-self.num_queries * self.heads // self.row_tile)
+
+    @property
+    def log2_scale(self) -> float:
+        """Of scores in log2 units."""
+        return self.scale * np.log2(np.e)
 
     @property
     def load_rows(self) -> int:
@@ -109,7 +115,29 @@ def this_part(gmem: Operands) -> Part:
     return Part(*(gmem.parts[lax.axis_index("part"), i] for i in range(4)))
 
 
-def zero_idle_rows(call: Call, gmem: Operands, store: Callable[[Array], None]) -> None:
+def visit_rows(
+    call: Call,
+    gmem: Operands,
+    part: Part,
+    run: Callable[[Segment, Any], Any],
+    store_zeros: Callable[[Array], None],
+    carry: Any,
+) -> None:
+    """Runs the part's rows, one after the other; `store_zeros` writes those that nobody works on."""
+
+    def visit(row: Array, carry: Any) -> Any:
+        here = segment(call, gmem, part, row)
+        some = here.begin_block < here.end_block
+        if call.whole:  # the tile may be idle where its row is not
+            pl.when(jnp.logical_not(some))(lambda: store_zeros(row))
+        return lax.cond(some, lambda c: run(here, c), lambda c: c, carry)
+
+    lax.fori_loop(part.first_row, part.last_row + 1, visit, carry)
+    if not call.whole:
+        _zero_idle_rows(call, gmem, store_zeros)
+
+
+def _zero_idle_rows(call: Call, gmem: Operands, store: Callable[[Array], None]) -> None:
     """Has `store` write zeros to the rows that no part works on. Each part sees to a share of them."""
     index = lax.axis_index("part")
 
@@ -218,6 +246,11 @@ def advance(call: Call, gmem: Operands, part: Part, cursor: Cursor) -> Cursor:
     return lax.cond(cursor.block < cursor.end_block, lambda c: c, next_row, cursor)
 
 
+def is_wanted(part: Part, cursor: Cursor) -> Array:
+    """Whether the part has the cursor's block."""
+    return (cursor.row <= part.last_row) & (cursor.block < cursor.end_block)
+
+
 def pages(call: Call, gmem: Operands, cursor: Cursor) -> tuple[Array, ...]:
     """Where the pieces of a block lie in the pools.
 
@@ -233,6 +266,17 @@ def pages(call: Call, gmem: Operands, cursor: Cursor) -> tuple[Array, ...]:
         page = gmem.page_ids[row, jnp.minimum(column, call.columns - 1)]
         found.append((gmem.layer[0] * call.num_pages + page) * call.pieces + piece)
     return tuple(found)
+
+
+def clear_unseen(latent: Any, segment: Segment, position: Array) -> None:
+    """Zeroes latents in shared memory, from `position` on, where no query looks: 0 * NaN would still be NaN."""
+    shape = (latent.shape[0], 64)  # 64 columns at a time: few registers
+    position = position + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    keep = (position < segment.end) & (position >= segment.low)
+    for column in range(0, latent.shape[1], shape[1]):
+        part = latent.at[:, pl.ds(column, shape[1])]
+        values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+        part[...] = jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 
 def tile_rows(call: Call) -> Any:
